@@ -1,0 +1,54 @@
+# Everything works on a fresh clone: a target first makes the virtual environment that it needs, and is quick when it is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+RUN_DIR ?= runs/byte_lm
+TEST_ARGS ?=
+
+.PHONY: train test test-fast lint docs clean
+
+## train: a byte-level language model on two processes, a few minutes; Ctrl-C saves, and the same again goes on
+train: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/elastictrain run examples/byte_lm.py:ByteLM --nproc-per-node 2 --run-dir $(RUN_DIR) \
+	    --max-steps 300 --global-batch-size 32 --micro-batch-size 16 --val-every 50 --checkpoint-every 50
+
+## test: everything
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
+
+## test-fast: without the slow ones, under three minutes
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(TEST_ARGS)
+
+## lint: style, types, and the direction of imports
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## docs: the pages of docs/, into site/
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# A stamp is older than what it was made from when that changes, and only then is anything installed again.
+$(VENV)/.installed: pyproject.toml constraints.txt elastictrain/__init__.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: $$($(PYTHON) --version) is too old, elastictrain needs 3.11: make PYTHON=python3.11 …" >&2; exit 2; }
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(INSTALL) --editable '.[docs]'
+	touch $@

@@ -1,0 +1,130 @@
+"""What a person, callbacks and loggers are told when a generation starts, ends or fails.
+
+On failure: what is raised while a failure is told becomes a note on the error that is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from elastictrain.fit import FitLoop
+from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
+from elastictrain.parallel.topology import placement
+from elastictrain.reporting import start_loggers
+from elastictrain.resuming import Resumption
+from elastictrain.session import Session
+
+
+class Announcer:
+    """Tells what happens to one session."""
+
+    def __init__(self, session: Session, resumption: Resumption) -> None:
+        self._session, self._resumption = session, resumption
+        self._started = time.monotonic()
+        self._first_samples = self._first_tokens = 0
+
+    def start(self, notes: Iterable[str]) -> None:
+        """Say what is about to be trained; callbacks and loggers begin."""
+        s = self._session
+        self._first_samples, self._first_tokens = s.counters.samples, s.counters.tokens
+        if s.ranks.is_main:
+            console = make_console()
+            startup_summary(self._startup(), console=console)
+            for note in notes:
+                print_line(f"  note: {note}", console=console)
+        start_loggers(s)
+        info = s.info()
+        for callback in s.callbacks:
+            callback.on_fit_start(info)
+        for callback in s.callbacks:
+            callback.on_generation_start(info)
+
+    def _startup(self) -> Startup:
+        s = self._session
+        plan, size = s.chosen.plan, s.ranks.world_size
+        return Startup(
+            target=s.membership.target or type(s.task).__name__,
+            run_dir=None if s.run_dir is None else s.run_dir.url,
+            mesh=s.mesh.shape,
+            device=s.device.type,
+            precision=s.plan.precision.compute,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            num_slots=plan.num_slots,
+            num_parameters=s.built.num_parameters,
+            num_trainable=s.built.num_trainable,
+            placement=placement(
+                s.mesh.shape, s.membership.local_world_size, s.ranks.zones.zones if s.ranks.zones else None
+            ),
+            num_nodes=max(1, size // max(1, s.membership.local_world_size)),
+            generation=s.membership.generation,
+            max_steps=s.settings.max_steps,
+            max_epochs=s.settings.max_epochs,
+            resumed_step=self._resumption.step,
+            resumed_from=self._resumption.source,
+            callbacks=tuple(type(c).__name__ for c in [*s.callbacks, *s.lightning_callbacks]),
+        )
+
+    def finish(self, loop: FitLoop) -> None:
+        """Training has ended, by its limits or by a stop."""
+        s = self._session
+        if s.recorder is not None:
+            s.recorder.close()
+        if s.ledger is not None:
+            s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
+        info = s.info()
+        for callback in s.callbacks:
+            callback.on_generation_end(info)
+        if loop.stopped is None:
+            s.hooks("on_fit_end")
+        for callback in s.callbacks:
+            callback.on_fit_end(info)
+        self.tear_down()
+        if s.ranks.is_main:
+            final_summary(self._final(loop), console=make_console())
+
+    def _final(self, loop: FitLoop) -> Final:
+        c = self._session.counters
+        shown = {
+            name: value for name, value in loop.reporter.latest.items() if not name.startswith(("time/", "throughput/"))
+        }
+        outcome = {None: "finished", "interrupt": "interrupted", "preempt": "preempted"}
+        return Final(
+            outcome=outcome[loop.stopped.value if loop.stopped is not None else None],
+            step=c.step,
+            samples=c.samples,
+            seconds=time.monotonic() - self._started,
+            samples_here=c.samples - self._first_samples,
+            tokens=c.tokens,
+            tokens_here=c.tokens - self._first_tokens,
+            metrics=shown,
+            checkpoint=loop.last_saved or self._resumption.source,
+            run_dir=None if self._session.run_dir is None else self._session.run_dir.url,
+        )
+
+    def tear_down(self) -> None:
+        """The last hooks, and the loggers' end."""
+        s = self._session
+        if s.datamodule is not None:
+            s.datamodule.teardown(stage=s.purpose)
+        s.hooks.everyone("teardown", stage=s.purpose)
+        for logger in s.loggers if s.ranks.is_main else ():
+            logger.finalize("success")
+
+    def fail(self, error: BaseException) -> None:
+        """``error`` ended the session; it is raised after this."""
+        s = self._session
+        told: list[Callable[[], Any]] = [partial(callback.on_exception, error) for callback in s.callbacks]
+        if getattr(s, "hooks", None) is not None:
+            told.append(partial(s.hooks, "on_exception", error))
+            if s.datamodule is not None:
+                told.append(partial(s.datamodule.on_exception, error))
+        told += [partial(logger.finalize, "failed") for logger in s.loggers if s.ranks.is_main]
+        for tell in told:
+            try:
+                tell()
+            except Exception as another:  # the first error is the one that counts
+                error.add_note(f"then, as that was told, {type(another).__name__}: {another}")

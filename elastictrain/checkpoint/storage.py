@@ -1,0 +1,124 @@
+"""Putting, measuring and removing a checkpoint's objects: the few things done to storage, local or not.
+
+Objects are created whole and never again touched. Locally they are on the disk, not only in the page cache, when a put
+returns. On an object store a put is one request (or a multipart upload that the driver aborts when it fails), and no
+bucket is ever created.
+
+On failure: the system's or the driver's own error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+
+from elastictrain.rundir import RunDir
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write to a full disk says
+
+
+def file_sizes(run_dir: RunDir, folder: str = "") -> dict[str, int]:
+    """Sizes in bytes of the objects directly inside a folder; empty where it is not there."""
+    path = run_dir.join(folder) if folder else run_dir.path
+    run_dir.fs.invalidate_cache(path)
+    try:
+        found = run_dir.fs.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    files = (one for one in found if one["type"] == "file" and not one.get("islink"))  # a link is none of ours
+    return {posixpath.basename(one["name"]): one["size"] for one in files}
+
+
+def open_local(path: str) -> int:
+    """A descriptor to read a local file; a symbolic link is none of ours and is not followed.
+
+    Raises:
+        OSError: ELOOP for a link.
+    """
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def read_whole(run_dir: RunDir, path: str) -> bytes:
+    """A small object inside the run directory."""
+    if not run_dir.is_local:
+        return run_dir.read(path)
+    with open(open_local(run_dir.join(path)), "rb") as file:
+        return file.read()
+
+
+def put(run_dir: RunDir, path: str, data: bytes) -> None:
+    """One whole new small object at ``path`` inside the run directory; locally on the disk when this returns."""
+    if not run_dir.is_local:
+        run_dir.fs.pipe_file(run_dir.join(path), data)
+        return
+    place = run_dir.join(path)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    with open(place, "xb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def put_once(run_dir: RunDir, path: str, data: bytes) -> None:
+    """The same, and where the store can do it, only if nobody has put anything there (S3: a conditional put).
+
+    Raises:
+        FileExistsError: something else is there.
+    """
+    if run_dir.is_local or not is_s3(run_dir):
+        put(run_dir, path, data)
+        return
+    try:
+        run_dir.fs.pipe_file(run_dir.join(path), data, mode="create")
+    except Exception as error:
+        if "NotImplemented" in str(error) or "501" in str(error):  # a store without conditions
+            put(run_dir, path, data)
+        elif read_whole(run_dir, path) != data:  # the first try went through and its answer was lost
+            raise FileExistsError(errno.EEXIST, f"there is another {posixpath.basename(path)}", path) from error
+
+
+def is_s3(run_dir: RunDir) -> bool:
+    protocol = run_dir.fs.protocol
+    return "s3" in (protocol if isinstance(protocol, tuple) else (protocol,))
+
+
+def sync_files(run_dir: RunDir, *paths: str) -> None:
+    """Make what others wrote to local files durable; nothing to do on an object store."""
+    if run_dir.is_local:
+        for path in paths:
+            descriptor = open_local(run_dir.join(path))
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def sync_folders(run_dir: RunDir, *folders: str) -> None:
+    """Make the names inside local folders durable; nothing to do on an object store."""
+    if run_dir.is_local:
+        for folder in folders:
+            descriptor = os.open(run_dir.join(folder), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def remove(run_dir: RunDir, folder: str, *, first: str) -> None:
+    """Delete a folder and what is in it, the object ``first`` before the rest; and its parent, once that is empty.
+
+    Raises:
+        OSError: or the driver's error; what could be deleted by then is deleted.
+    """
+    if first in file_sizes(run_dir, folder):
+        run_dir.fs.rm_file(run_dir.join(folder, first))
+        sync_folders(run_dir, folder)
+    if run_dir.fs.exists(run_dir.join(folder)):
+        run_dir.fs.rm(run_dir.join(folder), recursive=True)
+    if run_dir.is_local:
+        try:
+            os.rmdir(run_dir.join(posixpath.dirname(folder)))
+        except OSError:
+            pass  # another attempt is in it

@@ -1,0 +1,98 @@
+"""From a checked command line to a running agent, and from its outcome to what a person reads. Imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+
+from elastictrain.cli.checks import Job, check_world, newest_checkpoint
+from elastictrain.elastic.agent import Agent, AgentConfig, Outcome
+from elastictrain.elastic.membership import StopReason
+from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, NodesRendezvous
+from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+from elastictrain.rundir import RunDir
+
+WORKER = [sys.executable, "-m", "elastictrain.cli.worker"]
+
+
+def launch(job: Job) -> int:
+    """Run the agent to its end; the exit code.
+
+    Raises:
+        UsageError: what only torch could tell (the number of GPUs) does not fit.
+    """
+    if job.num_workers is None:
+        job = dataclasses.replace(job, num_workers=max(1, torch.cuda.device_count()))
+        check_world(job)
+    assert job.num_workers is not None
+    config = AgentConfig(
+        WORKER,
+        local_world_size=job.num_workers,
+        max_restarts=job.max_restarts,
+        grace=job.grace,
+        target=job.target.recorded,
+        settings=dict(job.settings),
+        node=job.local_addr,
+        job={
+            "target": dataclasses.asdict(job.target),
+            "run_dir": job.run_dir,
+            "trainer": dict(job.trainer),
+            "script_args": list(job.script_args),
+        },
+    )
+    outcome = Agent(config, _rendezvous(job)).train()
+    return _tell(job, outcome)
+
+
+def _rendezvous(job: Job) -> GenerationHandler:
+    if job.endpoint is None:
+        return LocalRendezvous()
+    host, port = job.endpoint
+    if job.max_nodes > 1:
+        many = str(job.min_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
+        _print(f"waiting for {many} nodes at {host}:{port}")
+    return NodesRendezvous(
+        host,
+        port,
+        min_nodes=job.min_nodes,
+        max_nodes=job.max_nodes,
+        run_id=job.rdzv_id or job.run_dir,
+        local_addr=job.local_addr,
+    )
+
+
+def _tell(job: Job, outcome: Outcome) -> int:
+    """Print how it ended."""
+    report = outcome.report
+    if outcome.code == EXIT_FINISHED:
+        return outcome.code
+    if report is not None and outcome.code == EXIT_USAGE:
+        if report.message:
+            _print(f"error: {' '.join(report.message.split())}")
+        return outcome.code
+    if report is not None and report.text:
+        print((report.full if job.full_traceback else report.text).rstrip(), file=sys.stderr)
+    if outcome.code != EXIT_PREEMPTED:
+        _print(f"{'error: ' if outcome.reason is None else ''}{outcome.message}")
+    elif outcome.message:
+        _print(outcome.message)
+    else:
+        why = "by Ctrl-C" if outcome.reason == StopReason.INTERRUPT else "by a signal"
+        _print(f"stopped {why} at step {outcome.step}")
+    if (found := _newest(job)) is not None:
+        _print(f"step {found[0]} is saved in {found[1]}; the same command continues from there")
+    return outcome.code
+
+
+def _newest(job: Job) -> tuple[int, str] | None:
+    try:
+        run_dir = RunDir(job.run_dir)
+        return None if run_dir.is_memory or job.target.cls is None else newest_checkpoint(run_dir)
+    except Exception:  # it is only a hint
+        return None
+
+
+def _print(line: str) -> None:
+    print(f"elastictrain: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""One worker process: ``python -m elastictrain.cli.worker``, started by the agent and by nobody else.
+
+It learns its place from :mod:`elastictrain.elastic.membership`, loads the target, and trains. Whatever is raised goes
+into a report for the agent, which shows it once; nothing is printed here. Exit codes are the command's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from elastictrain.cli.target import Target, load_class
+from elastictrain.elastic.membership import AgentMembership, current
+from elastictrain.elastic.report import guarded
+from elastictrain.errors import EXIT_USAGE
+
+
+def main() -> int:
+    mine = current()  # first of all: from here on the worker ends with its agent
+    if not isinstance(mine, AgentMembership):
+        print("elastictrain: error: workers are started by `elastictrain run TARGET`", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return _work(mine)
+    finally:
+        mine.leave()
+
+
+def _work(mine: AgentMembership) -> int:
+    job = mine.assignment.job
+    target = Target(**job["target"])
+    if target.cls is None:
+        return guarded(mine, lambda: _run_script(target, job))
+    trainings: list[Callable[[], None]] = []
+    # An error in loading the target is there on every attempt.
+    code = guarded(mine, lambda: trainings.append(_load(mine, target, job)), retry=False)
+    if not trainings:
+        return code
+    mine.run()
+    return guarded(mine, trainings[0])
+
+
+def _load(mine: AgentMembership, target: Target, job: dict[str, Any]) -> Callable[[], None]:
+    """Import everything and make the task and its trainer; returns what trains."""
+    from elastictrain.callbacks.registry import resolve_callback
+    from elastictrain.cli.settings import Signature
+    from elastictrain.config import CheckpointConfig, MeshConfig
+    from elastictrain.data.randomness import seed_slot
+    from elastictrain.data.slots import named_seed
+
+    cls = load_class(target)
+    values = Signature.of(cls).convert(mine.settings)
+    mine.settings = {key: _plain(value) for key, value in values.items()}
+    options = dict(job["trainer"])
+    mesh = MeshConfig.parse(options.pop("mesh", "auto"))
+    options["mesh"] = dataclasses.replace(mesh, topology=options.pop("topology", None))
+    if "checkpoint_every" in options:
+        every = options.pop("checkpoint_every")
+        how: dict[str, Any] = {"every_seconds": "auto"} if every == "auto" else {"every_steps": every}
+        options["checkpoint"] = CheckpointConfig(**how)
+    options["callbacks"] = [resolve_callback(text) for text in options["callbacks"]]
+    from elastictrain.trainer import Trainer
+
+    trainer = Trainer(run_dir=job["run_dir"], **options)
+    seed_slot(named_seed(options.get("seed", 0), "task"))  # weights that its __init__ makes are the seed's
+    task = cls(**values)
+    return lambda: trainer.fit(task)
+
+
+def _run_script(target: Target, job: dict[str, Any]) -> None:
+    assert target.file is not None
+    folder = os.path.dirname(target.file)
+    if sys.path[0] != folder:
+        sys.path.insert(0, folder)
+    sys.argv = [target.file, *job["script_args"]]
+    runpy.run_path(target.file, run_name="__main__")
+
+
+def _plain(value: Any) -> Any:
+    """A setting as ``run.json`` can hold it."""
+    try:
+        return json.loads(json.dumps(value, default=list))
+    except TypeError:
+        return str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

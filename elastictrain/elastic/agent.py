@@ -1,0 +1,393 @@
+"""The agent: starts a node's workers, watches them, restarts them from the newest checkpoint, and stops them together.
+
+:class:`Agent` is a ``SimpleElasticAgent`` whose loop is torch's own; here is what that loop asks of it: start, look,
+stop. One *generation* is one set of worker processes. What ends a generation:
+
+* every worker exits with 0: the run is finished; with 75: stopped at the agreed step, everything saved;
+* a worker dies or raises: the others are stopped (SIGTERM, then SIGKILL), and the next generation starts from the
+  newest checkpoint, as long as :class:`~elastictrain.elastic.restarts.RestartBudget` allows;
+* SIGINT, SIGTERM or SIGHUP to the agent, or to any worker: all workers stop at one agreed step boundary
+  (:mod:`elastictrain.elastic.agreement`), save, and exit. A second SIGINT kills them at once.
+
+The agent prints one plain line per event and never a traceback: :class:`Outcome` carries the one error worth showing.
+On every path out of :meth:`Agent.train` no worker is left running and the private directory is removed; where the agent
+is killed, its workers are killed by the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.utils.store import barrier
+
+from elastictrain.elastic.agreement import Agreement
+from elastictrain.elastic.cells import ABORT, Cells, Phase, StopReason
+from elastictrain.elastic.membership import EXIT_INTERRUPTED, Assignment
+from elastictrain.elastic.private import PrivateDir
+from elastictrain.elastic.processes import WorkerProcess, stop_all, worker_env
+from elastictrain.elastic.rendezvous import GenerationHandler
+from elastictrain.elastic.report import Report, root_cause
+from elastictrain.elastic.restarts import Failure, RestartBudget
+from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+
+SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the terminal has already sent
+TOO_MANY_NODES = "this run already has as many nodes as it takes: raise MAX of --nnodes MIN:MAX"
+NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
+LOST = "what is newer than the newest checkpoint is lost"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent runs.
+
+    Args:
+        command: the worker's command line.
+        local_world_size: workers on this node.
+        max_restarts: restarts without progress before the run fails.
+        grace: seconds that workers get to come to a boundary and save when they are asked to stop.
+        kill_after: seconds between SIGTERM and SIGKILL for the workers of a generation that is over.
+        exit_within: seconds that a worker may take to exit after it has reported an error.
+        settle: seconds to wait for a better explanation when a worker only says that it lost the others.
+        target, settings, node, job: handed to the workers, see :class:`~elastictrain.elastic.membership.Assignment`.
+    """
+
+    command: Sequence[str]
+    local_world_size: int = 1
+    max_restarts: int = 3
+    grace: float = 600.0
+    kill_after: float = 2.0
+    exit_within: float = 5.0
+    settle: float = 2.0
+    tick: float = 0.05
+    target: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    node: str | None = None
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this node.
+
+    Args:
+        code: exit code, see :mod:`elastictrain.errors`; 130 after a second Ctrl-C.
+        step: most finished steps that any worker here has reached; -1 if none began to train.
+        report: the error to show, if that is why it ended.
+        message: one line for the person, where there is no report.
+    """
+
+    code: int
+    step: int
+    reason: StopReason | None = None
+    report: Report | None = None
+    message: str = ""
+
+
+Group = Any  # torch's WorkerGroup, whose fields are declared None
+
+
+class _End(Exception):
+    """Leaves torch's loop with the outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class _Interrupted(BaseException):
+    """A signal while no worker runs. Not an Exception: torch's rendezvous would retry."""
+
+
+def _say(line: str) -> None:
+    print(f"elastictrain: {line}", file=sys.stderr, flush=True)
+
+
+class Agent(SimpleElasticAgent):
+    """One node's agent. Use :meth:`train`, in the main thread: signal handlers live there.
+
+    Args:
+        config: what to run.
+        rendezvous: where to meet the other agents.
+        say: prints one line about an event.
+    """
+
+    def __init__(
+        self, config: AgentConfig, rendezvous: GenerationHandler, *, say: Callable[[str], None] = _say
+    ) -> None:
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=config.local_world_size,
+            rdzv_handler=rendezvous,
+            entrypoint=config.command[0],
+            max_restarts=NEVER_USED_UP,
+            monitor_interval=config.tick,
+        )
+        super().__init__(spec)
+        self._config, self._handler, self._say = config, rendezvous, say
+        self._budget = RestartBudget(config.max_restarts)
+        self._private: PrivateDir | None = None
+        self._workers: list[WorkerProcess] = []
+        self._cells: Cells | None = None
+        self._agreement: Agreement | None = None
+        self._reports = ""
+        self._furthest = -1
+        self._signals: list[tuple[int, float]] = []
+        self._reason: StopReason | None = None
+        self._deadline: float | None = None
+        self._looked_at = 0.0
+        self._hanging: dict[int, float] = {}
+
+    def train(self) -> Outcome:
+        """Run to the end: finished, failed, or stopped."""
+        self._private = PrivateDir()
+        before = self._install_handlers()
+        try:
+            if self.run() is None:  # torch swallows RendezvousGracefulExitError
+                return Outcome(EXIT_FAILED, self._furthest, message=TOO_MANY_NODES)
+            return Outcome(EXIT_FINISHED, self._furthest)
+        except _End as end:
+            return end.outcome
+        except _Interrupted:
+            number = self._signals[0][0]
+            code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
+            return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
+        except (RendezvousError, RuntimeError, OSError) as error:
+            return Outcome(EXIT_FAILED, self._furthest, message=_rendezvous_trouble(error))
+        finally:
+            self._end_generation()
+            try:
+                self._handler.shutdown()
+            except Exception:  # noqa: S110 - the store may have gone with its host; nothing depends on it any more
+                pass
+            self._private.remove()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---- what torch's loop asks ------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: Group) -> dict[int, Any]:
+        assert self._private is not None
+        generation, count = self._handler.generation, self._config.local_world_size
+        folder = os.path.join(self._private.path, f"generation-{generation}")
+        self._reports = os.path.join(folder, "reports")
+        os.makedirs(self._reports)
+        self._cells = Cells.create(os.path.join(folder, "cells"), count)
+        num_nodes = worker_group.group_world_size
+        self._agreement = Agreement(
+            self._cells,
+            store=PrefixStore("stop", worker_group.store) if num_nodes > 1 else None,
+            node=worker_group.group_rank,
+            num_nodes=num_nodes,
+        )
+        assignment = os.path.join(folder, "assignment.json")
+        Assignment(
+            agent_pid=os.getpid(),
+            generation=generation,
+            job_id=self._handler.job_id,
+            cells=os.path.join(folder, "cells"),
+            reports=self._reports,
+            target=self._config.target,
+            settings=self._config.settings,
+            node=self._config.node,
+            job=self._config.job,
+        ).write(assignment)
+        self._hanging = {}
+        for worker in worker_group.workers:
+            env = worker_env(
+                rank=worker.global_rank,
+                world_size=worker.world_size,
+                local_rank=worker.local_rank,
+                local_world_size=count,
+                node_rank=worker_group.group_rank,
+                master_addr=worker_group.master_addr,
+                master_port=worker_group.master_port,
+                generation=generation,
+                run_id=self._handler.get_run_id(),
+                assignment=assignment,
+            )
+            self._workers.append(WorkerProcess(self._config.command, env=env, rank=worker.global_rank))
+        return {local_rank: worker.pid for local_rank, worker in enumerate(self._workers)}
+
+    def _monitor_workers(self, worker_group: Group) -> RunResult:
+        assert self._cells is not None and self._agreement is not None
+        self._heed_signals(self._agreement, self._cells, worker_group.group_world_size)
+        self._furthest = max(self._furthest, *self._cells.steps())
+        codes = [worker.poll() for worker in self._workers]
+        if all(code in (EXIT_FINISHED, EXIT_PREEMPTED) for code in codes):
+            if EXIT_PREEMPTED in codes:
+                self._wait_for_nodes(worker_group)
+                raise _End(Outcome(EXIT_PREEMPTED, self._furthest, reason=self._agreement.reason))
+            # torch wants a return value of every rank
+            return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in self._workers})
+        if any(code not in (None, EXIT_FINISHED, EXIT_PREEMPTED) for code in codes) or self._find_hanging():
+            self._after_failure(worker_group)
+            return RunResult(WorkerState.UNHEALTHY)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._end_generation(seconds=0)
+            late = f"the workers did not stop within {self._config.grace:g} s and were killed: {LOST}"
+            raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, message=late))
+        return RunResult(WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: Group) -> None:
+        self._end_generation()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_generation()
+
+    # ---- the end of a generation -----------------------------------------------------------------------------------
+
+    def _end_generation(self, *, seconds: float | None = None) -> None:
+        if self._cells is not None:
+            self._furthest = max(self._furthest, *self._cells.steps())
+            self._cells.write(ABORT, 1)
+        stop_all(self._workers, seconds=self._config.kill_after if seconds is None else seconds)
+        self._workers = []
+        if self._cells is not None:
+            self._cells.close()
+            shutil.rmtree(os.path.dirname(self._reports), ignore_errors=True)
+        self._cells, self._agreement = None, None
+
+    def _find_hanging(self) -> bool:
+        """Has a worker reported its error long ago and still not exited? Looks once a second, and at other nodes."""
+        now = time.monotonic()
+        if now - self._looked_at < 1.0:
+            return False
+        self._looked_at = now
+        for worker in self._workers:
+            if worker.rank not in self._hanging and Report.read(self._reports, worker.rank) is not None:
+                self._hanging[worker.rank] = now
+        if self._handler.is_closed():
+            raise _End(Outcome(EXIT_FAILED, self._furthest, message="another node has ended the run: see its output"))
+        return any(now - since > self._config.exit_within for since in self._hanging.values())
+
+    def _after_failure(self, worker_group: Group) -> None:
+        """Return to restart; raise to end the run."""
+        cause, pid = self._cause()
+        where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
+        raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
+        line = f"worker rank {cause.rank} (pid {pid}) {raised}{where}"
+        shown = cause if cause.kind != "died" else None
+        if cause.kind == "usage":
+            raise _End(Outcome(EXIT_USAGE, self._furthest, report=cause))
+        if self._reason is not None or self._agreement_reason() is not None:
+            line = f"{line} while stopping: {LOST}"
+            raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, shown, line))
+        signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
+        reached = max(self._cells.steps()) if self._cells is not None else -1
+        if not self._budget.may_restart(Failure(cause.step, signature, cause.retry), reached=reached):
+            if self._budget.repeated:
+                line = f"{line}, as before its restart"
+            elif self._budget.used >= self._config.max_restarts > 0 and cause.retry:
+                line = f"{line}; {self._budget.used} restarts made no progress"
+            raise _End(Outcome(EXIT_FAILED, self._furthest, report=shown, message=line))
+        count = worker_group.workers[0].world_size
+        them = f"all {count} workers" if count > 1 else "the worker"
+        self._say(
+            f"{line}: restarting {them} from the newest checkpoint"
+            f" (restart {self._budget.used} of {self._config.max_restarts})"
+        )
+
+    def _cause(self) -> tuple[Report, int]:
+        """The root cause of a failure and the pid it happened in; waits a little for a better one than a lost peer."""
+        deadline = time.monotonic() + self._config.settle
+        steps = self._cells.steps() if self._cells is not None else [-1] * len(self._workers)
+        pids = {worker.rank: worker.pid for worker in self._workers}
+        while True:
+            running = [worker for worker in self._workers if worker.poll() is None]
+            causes = []
+            for worker, step in zip(self._workers, steps, strict=True):
+                report = Report.read(self._reports, worker.rank)
+                if report is not None:
+                    causes.append(report)
+                elif report is None and worker.code not in (None, EXIT_FINISHED, EXIT_PREEMPTED):
+                    secondary = worker.code == -signal.SIGABRT  # gloo calls std::terminate when its peers vanish
+                    ended = worker.ended_at or 0.0
+                    causes.append(
+                        Report("died", worker.rank, step, message=worker.end, lost_peer=secondary, time=ended)
+                    )
+            cause = root_cause(causes)
+            if cause is not None and (not cause.lost_peer or not running or time.monotonic() > deadline):
+                return cause, pids[cause.rank]
+            time.sleep(0.02)
+
+    # ---- stopping --------------------------------------------------------------------------------------------------
+
+    def _install_handlers(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        before: dict[int, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
+            before[number] = signal.signal(number, self._on_signal) or signal.SIG_DFL
+        return before
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append((number, time.monotonic()))
+        if self._handler.waiting:
+            raise _Interrupted
+
+    def _heed_signals(self, agreement: Agreement, cells: Cells, num_nodes: int) -> None:
+        interrupts = [when for number, when in self._signals if number == signal.SIGINT]
+        if interrupts and interrupts[-1] - interrupts[0] > SAME_KEYPRESS:
+            self._end_generation(seconds=0)
+            raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {LOST}"))
+        if self._signals and self._reason is None:
+            number = self._signals[0][0]
+            self._reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.PREEMPT
+            if num_nodes == 1 and Phase.STARTING in cells.phases() and Phase.RUNNING not in cells.phases():
+                self._end_generation()
+                nothing = "stopped before training went on: nothing is lost"
+                raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=nothing))
+        if self._reason is not None:
+            agreement.ask(self._reason)
+        agreement.tick()
+        if agreement.reason is not None and self._deadline is None:
+            self._deadline = time.monotonic() + self._config.grace
+            self._reason = agreement.reason
+            again = "; press Ctrl-C again to stop at once without saving" if interrupts else ""
+            self._say(f"stopping ({self._reason.value}): all workers finish the step, save and exit{again}")
+
+    def _agreement_reason(self) -> StopReason | None:
+        return self._agreement.reason if self._agreement is not None else None
+
+    def _wait_for_nodes(self, worker_group: Group) -> None:
+        """The node that keeps the store leaves last, or the others would call a clean stop a failure."""
+        if worker_group.group_world_size > 1:
+            try:
+                barrier(worker_group.store, worker_group.group_world_size, "stopped", barrier_timeout=60)
+            except RuntimeError:
+                pass
+
+
+def _rendezvous_trouble(error: Exception) -> str:
+    if isinstance(error, RendezvousClosedError):
+        return "another node has ended the run: see its output"
+    if isinstance(error, RendezvousConnectionError):
+        return "the rendezvous is gone with the node that keeps it (--rdzv-endpoint): see its output"
+    if isinstance(error, RendezvousTimeoutError):
+        return "not enough nodes came in time: start the command on --nnodes nodes"
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return f"the agent cannot go on: {type(error).__name__}: {reason}"

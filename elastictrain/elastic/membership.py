@@ -1,0 +1,321 @@
+"""A worker's place in the run, and the one local look per step by which all ranks stop together.
+
+This is the only module where agent and trainer meet. It imports no torch. :func:`current` answers from the environment:
+
+* started by ``elastictrain run``: :class:`AgentMembership`; :meth:`~Membership.boundary` speaks for all ranks;
+* started by torchrun, or by hand: :class:`EnvMembership`; with several ranks it does not speak for all
+  (``agrees`` is False) and the trainer asks them where they meet anyway.
+
+On failure: an environment that contradicts itself is a :class:`~elastictrain.errors.UsageError`. A worker whose agent
+is gone is killed by the kernel (Linux) or kills itself within a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+from elastictrain.elastic.cells import (
+    ABORT,
+    ACKED,
+    ASKED,
+    LIMIT,
+    PHASE,
+    STEP,
+    VERDICT,
+    Phase,
+    StopReason,
+    one_cell,
+    reason_of,
+)
+from elastictrain.errors import UsageError
+
+__all__ = ["AgentMembership", "Assignment", "EnvMembership", "Membership", "StopReason", "current"]
+
+ASSIGNMENT = "ELASTICTRAIN_ASSIGNMENT"  # names the file that the agent wrote for this generation's workers
+EXIT_INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+SAME_KEYPRESS = 1.0  # seconds: torchrun passes a Ctrl-C on to workers that the terminal has already told
+
+_IMPORTED = uuid.uuid4().hex
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What an agent tells all workers of one generation on its node; the rank is in the environment.
+
+    Args:
+        agent_pid: the agent; a worker does not outlive it.
+        generation: 0 first.
+        cells: path of the shared cells.
+        reports: directory in which a worker leaves the report of its end.
+        target: what ``run.json`` records.
+        settings: the ``--set`` values.
+        node: this node's ``--local-addr``; None: it was given none.
+        job: whatever the worker command needs besides; JSON.
+        job_id: the same for all workers of all generations on all nodes of this run, and for no others.
+    """
+
+    agent_pid: int
+    generation: int
+    cells: str
+    reports: str
+    job_id: str = ""
+    target: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    node: str | None = None
+    job: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: str) -> None:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def read(cls, path: str) -> Assignment:
+        with open(path, encoding="utf-8") as file:
+            return cls(**json.load(file))
+
+
+class Membership:
+    """One process's place in the run.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size, node_rank: as torchrun counts them.
+        generation: how often the workers were started before, in this call of ``elastictrain run``.
+        target: what ``run.json`` records as the thing that runs; None where only the script knows.
+        settings: the ``--set`` values.
+        node: the name that this node was given; None: its host's.
+        job_id: what tells this job apart from another one that uses the same run directory.
+        agrees: :meth:`boundary` gives all ranks the same answer at the same step.
+        requested: the reason for which a signal asked *this* process to stop.
+        stopped: what :meth:`boundary` has answered; None while it has answered None.
+    """
+
+    generation: int = 0
+    target: str | None = None
+    node: str | None = None
+    job_id: str = ""
+    agrees: bool = True
+    requested: StopReason | None = None
+    stopped: StopReason | None = None
+
+    def __init__(self) -> None:
+        self.rank = _number("RANK", 0)
+        self.world_size = _number("WORLD_SIZE", 1)
+        self.local_rank = _number("LOCAL_RANK", self.rank)
+        self.local_world_size = _number("LOCAL_WORLD_SIZE", self.world_size)
+        self.node_rank = _number("GROUP_RANK", 0)
+        self.settings: dict[str, Any] = {}
+        if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
+            raise UsageError(
+                f"the environment says RANK={self.rank} of WORLD_SIZE={self.world_size} and LOCAL_RANK="
+                f"{self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}: set all four, or none"
+            )
+
+    def boundary(self, step: int) -> StopReason | None:
+        """Between two steps: shall all ranks stop here?
+
+        Every rank calls this with the number of finished steps, after each step. Costs less than a microsecond when
+        nothing is asked. At the step that the agents agree on it may wait for the ranks that are one step behind. There
+        may be several boundaries after one step, on all ranks alike: they stop at the first or at none of them.
+
+        Returns:
+            The reason, on every rank at the same step; None: go on.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """This process will come to no further boundary; gives the signal handlers back."""
+        raise NotImplementedError
+
+
+class _Handlers:
+    """Signal handlers of this process, put back on request. Nothing outside the main thread, where there are none."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Handler] = {}
+
+    def install(self, ask: Callable[[int], None]) -> None:
+        """Call ``ask`` with the number of each SIGINT and SIGTERM of this process; not of those it forks."""
+        pid = os.getpid()
+
+        def handler(number: int, _frame: FrameType | None) -> None:
+            if os.getpid() == pid:
+                ask(number)
+            elif number == signal.SIGTERM:  # a loader process: its parent ends it like this
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            # Ctrl-C reaches loader processes too; they go on, since the step in progress still needs their data
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, handler)
+
+    def restore(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            while self._before:
+                number, handler = self._before.popitem()
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class AgentMembership(Membership):
+    """A worker of ``elastictrain run``. There is one per process; :func:`current` always returns it."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__()
+        die_with(assignment.agent_pid)
+        self.assignment = assignment
+        self.generation, self.target, self.node = assignment.generation, assignment.target, assignment.node
+        self.settings = dict(assignment.settings)
+        self.job_id = assignment.job_id
+        self._cell = one_cell(assignment.cells, self.local_rank, self.local_world_size)
+        # For the life of the process: a scheduler that signals every process must not kill a worker in mid-step.
+        _Handlers().install(self._on_signal)
+
+    def run(self) -> None:
+        """Imports are done; from here on the worker is asked to stop, not killed, when it shall end."""
+        self._cell[PHASE] = Phase.RUNNING
+
+    @property
+    def step(self) -> int:
+        """Finished steps at the last boundary; -1 before the first."""
+        return int(self._cell[STEP]) - 1
+
+    @property
+    def aborted(self) -> bool:
+        """The agent has ended this generation: what goes wrong from now on is of no interest."""
+        return bool(self._cell[ABORT])
+
+    def boundary(self, step: int) -> StopReason | None:
+        cell = self._cell
+        again = cell[STEP] == step + 1
+        cell[STEP] = step + 1
+        if not cell[LIMIT]:
+            return None
+        return self._agree(step, again)
+
+    def _agree(self, step: int, again: bool) -> StopReason | None:
+        """See :mod:`elastictrain.elastic.agreement` for the rule and why it ends."""
+        cell, pause = self._cell, 0.0002
+        while self.stopped is None:
+            limit = cell[LIMIT] - 1
+            if step < limit:
+                cell[ACKED] = limit + 1
+                return None
+            if (step > limit or again) and cell[ACKED] != limit + 1:
+                return None  # left that boundary before the limit was seen: the agent reads STEP and raises it
+            cell[ACKED] = limit + 1
+            verdict = cell[VERDICT]
+            if verdict >> 2 == limit + 1:
+                self.stopped = reason_of(verdict & 3)
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.01)
+        return self.stopped
+
+    def close(self) -> None:
+        self._cell[PHASE] = Phase.CLOSED
+
+    def leave(self) -> None:
+        """Only the interpreter's own exit is left: a signal could do no more than raise in the middle of it."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int) -> None:
+        if self._cell[ABORT]:
+            raise SystemExit(128 + number)  # the agent ends this generation: unwind, close files, go
+        if self.requested is None:
+            self.requested = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.PREEMPT
+            self._cell[ASKED] = self.requested.code
+
+
+class EnvMembership(Membership):
+    """A process of torchrun, or one started by hand.
+
+    SIGINT and SIGTERM set a flag; a second SIGINT ends the process at once with code 130.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = _number("TORCHELASTIC_RESTART_COUNT", 0)
+        self.job_id = f"{_IMPORTED}-{os.getpid()}"  # this process: nobody knows better
+        self.agrees = self.world_size == 1
+        self._interrupted_at: float | None = None
+        self._handlers = _Handlers()
+        self._handlers.install(self._on_signal)
+
+    def boundary(self, step: int) -> StopReason | None:
+        if self.requested is not None and self.agrees:
+            self.stopped = self.requested
+            return self.requested
+        return None
+
+    def close(self) -> None:
+        self._handlers.restore()
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+            elif self.agrees or now - self._interrupted_at > SAME_KEYPRESS:
+                os._exit(EXIT_INTERRUPTED)
+        if self.requested is None:
+            self.requested = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.PREEMPT
+
+
+_mine: AgentMembership | None = None
+
+
+def current() -> Membership:
+    """This process's membership, from its environment.
+
+    Raises:
+        UsageError: the environment contradicts itself.
+    """
+    global _mine
+    if ASSIGNMENT not in os.environ:
+        return EnvMembership()
+    if _mine is None or _mine.assignment.agent_pid != os.getppid():
+        if (assignment := Assignment.read(os.environ[ASSIGNMENT])).agent_pid != os.getppid():
+            return EnvMembership()  # a process that a worker started, with the worker's environment
+        _mine = AgentMembership(assignment)
+    elif _mine.stopped is None:
+        _mine.run()  # a script that trains twice
+    return _mine
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise UsageError(f"the environment says {name}={text!r}: it must be a whole number") from None
+
+
+def die_with(parent: int) -> None:
+    """End this process when ``parent``, its parent, ends: workers that nobody watches would train on, and hold GPUs."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

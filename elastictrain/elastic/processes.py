@@ -1,0 +1,126 @@
+"""Worker processes as an agent holds them: each in a session of its own, none left behind.
+
+A worker has its own session, so the terminal's Ctrl-C reaches only the agent, and its own process group, so that its
+loader processes end with it. stdin is empty, stdout and stderr are the agent's. A worker that has ended is kept as a
+zombie until its group is killed: no other process can get its number in between.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastictrain.elastic.membership import ASSIGNMENT
+
+
+class WorkerProcess:
+    """One running worker.
+
+    Attributes:
+        pid: also the number of its session and group.
+        ended_at: when its end was noticed, seconds since the epoch.
+        code: exit code, negative for a signal as in ``subprocess``; None while it runs.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], rank: int) -> None:
+        self.rank = rank
+        self._process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+        self.pid = self._process.pid
+        self.ended_at: float | None = None
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or None; what the worker left running in its group is killed first."""
+        if self.code is None:
+            try:
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # reaped behind our back
+                ended = True  # type: ignore[assignment]
+            if ended is not None:
+                self._signal_group(signal.SIGKILL)
+                self.ended_at = time.time()
+                self.code = self._process.wait()
+        return self.code
+
+    def terminate(self) -> None:
+        """SIGTERM to the worker alone: it ends its own loader processes."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and all it started."""
+        if self.code is None:
+            self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):  # gone; macOS says "not permitted" for a group of zombies
+            pass
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words: "was killed by SIGKILL", "exited with code 1"."""
+        assert self.code is not None
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"was killed by {name}"
+
+
+def worker_env(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    generation: int,
+    run_id: str,
+    assignment: str,
+) -> dict[str, str]:
+    """The environment of one worker: the agent's, plus what torchrun would say, plus where the assignment is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
+        "PYTHONUNBUFFERED": "1",  # what a killed worker has printed is seen
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every peer of a dead worker warns at length
+    }
+    return {
+        **defaults,
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(node_rank),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": run_id,  # how libraries see that a launcher started them
+        "TORCHELASTIC_RESTART_COUNT": str(generation),
+        ASSIGNMENT: assignment,
+    }
+
+
+def stop_all(workers: Iterable[WorkerProcess], *, seconds: float, tick: float = 0.01) -> None:
+    """SIGTERM to all that run, SIGKILL to those that still do after ``seconds``; returns when none is left."""
+    running = [worker for worker in workers if worker.poll() is None]
+    for worker in running if seconds > 0 else ():
+        worker.terminate()
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        time.sleep(tick)
+        running = [worker for worker in running if worker.poll() is None]
+    for worker in running:
+        worker.kill()
+    while running:  # SIGKILL cannot be refused, only delayed by a driver
+        time.sleep(tick)
+        running = [worker for worker in running if worker.poll() is None]

@@ -1,0 +1,29 @@
+"""What can go wrong, by who must act on it, and the exit code that says so.
+
+A :class:`UsageError` is one clear line for a person: what is wrong, the values, the remedy. The command line prints it
+without a traceback and exits with :data:`EXIT_USAGE`; nothing has been written by then. Invariants of our own are
+``assert``\\ s, never one of these.
+"""
+
+from __future__ import annotations
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything is saved, run me again
+
+
+class ElasticTrainError(Exception):
+    """Base of every error that elastictrain raises on purpose."""
+
+
+class UsageError(ElasticTrainError, ValueError):
+    """Input that cannot work: one line with what is wrong, the values, and the remedy."""
+
+
+class UnsupportedError(UsageError):
+    """A module or callback asks for something that this trainer cannot honour; says why and what to do instead."""
+
+
+class CheckpointError(ElasticTrainError):
+    """A checkpoint is not committed, damaged, or does not fit the state it should be loaded into."""

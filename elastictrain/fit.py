@@ -1,0 +1,313 @@
+"""Epochs: when to step, log, validate, save and stop.
+
+At the end of every step all ranks stand at one boundary. What must be decided by all is decided there: a save every N
+steps by counting, a save by time and a stop under torchrun on log steps where ranks meet anyway, a stop under
+``elastictrain run`` by the agents' agreement.
+
+On failure: nothing is caught. What was committed stays; the step in progress is done again by whoever resumes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from elastictrain.callback import Callback, SaveInfo, ValidationInfo
+from elastictrain.checkpoint import CheckpointManager
+from elastictrain.checkpoint.interval import Interval
+from elastictrain.compat.lightning import is_overridden
+from elastictrain.data.slots import Work
+from elastictrain.elastic.membership import StopReason
+from elastictrain.errors import UsageError
+from elastictrain.evaluate import Evaluator
+from elastictrain.keeping import collect
+from elastictrain.loop import StepRunner
+from elastictrain.metrics.console import make_console, print_line
+from elastictrain.reporting import NOTHING, Reporter, log_to_loggers
+from elastictrain.session import Session
+from elastictrain.task import Task
+
+
+class FitLoop:
+    """Trains the session's module until its limits, a stop, or a failure.
+
+    Args:
+        manager: keeps checkpoints; None where there is no run directory.
+
+    Attributes:
+        stopped: why training ended before its limits.
+        last_saved: URL of the newest checkpoint of this loop.
+    """
+
+    def __init__(
+        self, session: Session, runner: StepRunner, evaluator: Evaluator, manager: CheckpointManager | None
+    ) -> None:
+        self._session, self._runner, self._evaluator, self._manager = session, runner, evaluator, manager
+        self.reporter = Reporter(session, self._save_is_due, self._has_news)
+        self.stopped: StopReason | None = None
+        self.last_saved: str | None = None
+        self._saved_step = session.counters.step if session.counters.step else -1
+        self._started = self._saved_at = time.monotonic()
+        self._trained_before = session.counters.seconds
+        config = session.settings.checkpoint
+        self._interval: Interval | None = None
+        if config.every_seconds == "auto":
+            self._interval = Interval(config.seconds_between_failures, session.num_cut_short, self._trained_before)
+        self._told_interval = 0.0
+        self._validated_step = -1
+        self._agreed = NOTHING
+        self._weigh: Any = getattr(session.task, "loss_weight", None)
+        self._weighs = isinstance(session.task, Task) and is_overridden("loss_weight", session.task, Task)
+        self._stoppers = [c.should_stop for c in session.callbacks if type(c).should_stop is not Callback.should_stop]
+
+    def run(self) -> None:
+        """Train."""
+        s = self._session
+        s.task.train()
+        if s.counters.step:  # resumed: a run that a callback has stopped stays so
+            self._ask_stoppers()
+        if self._is_done():  # a finished run, started again; a callback that wants no training
+            self._end()
+            return
+        s.hooks("on_train_start")
+        if s.counters.step == 0 and s.settings.val_every is not None and isinstance(s.task, Task):
+            self._validate(0)  # where the curve begins, and a mistake in validation_step shows at once
+        while not self._is_done():
+            self._epoch()
+        if self.stopped is None:
+            if s.settings.val_every is not None or s.chosen.feed.steps_per_epoch is None:
+                self._validate(s.counters.step)
+            self._end()
+            s.hooks("on_train_end")
+
+    def _is_done(self) -> bool:
+        s, limits = self._session, self._session.settings
+        return (
+            self.stopped is not None
+            or s.should_stop
+            or (limits.max_steps is not None and s.counters.global_step >= limits.max_steps)
+            or (limits.max_epochs is not None and s.counters.epoch >= limits.max_epochs)
+        )
+
+    # ---- an epoch --------------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        """An epoch, or the rest of one that was interrupted."""
+        s, feed = self._session, self._session.chosen.feed
+        is_new = not feed.state().get("data.steps")
+        s.epoch_batches = 0
+        if is_new:
+            s.hooks("on_train_epoch_start")
+        else:
+            s.hooks.go_on_in_epoch()
+        ended, is_flagged, is_empty = not s.should_stop, False, is_new
+        for work in feed.epoch() if ended else ():
+            if (self._weighs or work.num_samples is None) and not self._count(work):
+                break
+            is_empty = False
+            if not self._runner.run(work):  # on_train_batch_start returned -1: no validation, but schedulers step
+                is_flagged = True
+                self._runner.schedules.step("step", s.batch_idx + 1)
+                self._runner.schedules.step("epoch", s.counters.epoch + 1)
+                break
+            self._finish_step(work)
+            if is_flagged := work.is_last:
+                break
+            if self._boundary():
+                return
+            if self._is_done():
+                ended = False
+                break
+        if is_empty and ended:
+            raise UsageError(
+                f"the training data gave no batch in epoch {s.counters.epoch}: give something that can be iterated"
+                " again in every epoch, and is not empty"
+            )
+        if ended and not is_flagged:  # only reading on told that it was the last step
+            self._runner.schedules.step("epoch", s.counters.epoch + 1)
+            if s.settings.val_every is None:
+                self._validate(s.counters.step)
+        self._end_epoch(ended=ended)
+        self._boundary()
+
+    def _count(self, work: Work) -> bool:
+        """Ask all ranks, where only they together know, how much there is in this global batch; is it anything?"""
+        s = self._session
+        slots = list(work.slots)
+        weights: dict[int, float] = {}
+        for slot in slots:
+            weight = self._weigh(slot.batch) if self._weighs and slot.size else None
+            weights[slot.index] = float(slot.size if weight is None else weight)
+        idles = not slots or not slots[0].size
+        sums = s.mesh.sum([sum(slot.size for slot in slots), sum(weights.values()), idles])
+        work.slots, work.weights = iter(slots), weights
+        work.num_samples, work.total_weight, work.somebody_idles = int(sums[0]), sums[1], sums[2] > 0
+        return work.num_samples > 0
+
+    def _finish_step(self, work: Work) -> None:
+        """The optimizer has stepped: count, report, validate where it is due."""
+        s, number = self._session, self._session.counters.step + 1
+        self.reporter.count(work)
+        s.chosen.feed.commit(work)
+        self._agreed = self.reporter.step(work)
+        due = work.is_last if s.settings.val_every is None else number % s.settings.val_every == 0
+        if due or s.should_stop:
+            self._validate(number)
+        if s.schedulers:
+            self._runner.schedules.step("step", s.next_batch, plateau=True)
+        if s.should_stop and s.ranks.is_main:
+            for logger in s.loggers:
+                logger.save()
+        s.counters.step = number
+
+    def _end_epoch(self, *, ended: bool) -> None:
+        """Hooks and averages of the epoch. ``ended``: it is over, not left in the middle by a limit."""
+        s = self._session
+        s.publish(s.logbook.steps())
+        s.batch, s.batch_size, s.in_batch = None, None, False
+        s.publish_averages()
+        s.hooks("on_train_epoch_end")
+        logged = s.publish_averages()
+        s.hooks.late("on_train_epoch_end")
+        if ended:
+            self._runner.schedules.step("epoch", s.counters.epoch + 1, plateau=True)
+        log_to_loggers(s, logged, offset=-1)
+        self.reporter.values(s.counters.step, {name: value.item() for name, value in logged.items()})
+        if ended:  # else another start goes on in this epoch, with what has been added up
+            s.logbook.reset()
+        self._ask_stoppers()
+        if ended:
+            s.chosen.feed.end_epoch()
+            s.counters.epoch += 1
+        else:
+            s.epoch_left = True
+
+    # ---- validation ------------------------------------------------------------------------------------------------
+
+    def _validate(self, number: int) -> None:
+        """Validate after ``number`` finished steps, once."""
+        s = self._session
+        if not s.val_loaders or self._validated_step == number:
+            return
+        self._validated_step = number
+        for callback in s.callbacks:
+            callback.on_validation_start(s.info())
+        s.publish(s.logbook.steps())
+        s.stage = "validate"
+        if "on_validation_model_zero_grad" in s.hooks.own:
+            s.hooks("on_validation_model_zero_grad")
+        else:
+            s.task.zero_grad()
+        s.stage = "train"
+        results = self._evaluator.run("validate", s.val_loaders)
+        metrics = {name: value for result in results for name, value in result.items()}
+        self.reporter.values(number, metrics)
+        for callback in s.callbacks:
+            callback.on_validation_end(ValidationInfo(number, s.counters.samples, s.counters.epoch, metrics))
+        self._ask_stoppers()
+        self.reporter.pause()
+
+    def _ask_stoppers(self) -> None:
+        answers = [should_stop() for should_stop in self._stoppers]  # ask all: they may count
+        if any(answers):
+            self._session.should_stop = True
+
+    # ---- the boundary ----------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> bool:
+        """All ranks stand between two steps. Save where it is due; True where all of them stop here."""
+        s, step = self._session, self._session.counters.step
+        agreed, self._agreed = self._agreed, NOTHING
+        if s.lease is not None:
+            s.lease.check()
+        self.stopped = s.membership.boundary(step) or agreed.stop
+        every = s.settings.checkpoint.every_steps
+        if self.stopped is not None:
+            self._save_now()
+        elif self._manager is not None:
+            if self._manager.is_busy:
+                self._manager.look()
+            if agreed.settle or (s.ranks.world_size == 1 and self._manager.has_news):
+                self._tell(self._manager.settle())
+            if agreed.save or (every is not None and step % every == 0):
+                self._begin_save(self._manager)
+        return self.stopped is not None
+
+    def _save_is_due(self) -> bool:
+        every = self._session.settings.checkpoint.every_seconds if self._interval is None else self._interval.seconds
+        assert not isinstance(every, str)
+        return every is not None and time.monotonic() - self._saved_at >= every
+
+    def _has_news(self) -> bool:
+        return self._manager is not None and self._manager.has_news
+
+    def _begin_save(self, manager: CheckpointManager) -> None:
+        """A checkpoint of this step, written while training goes on, unless there is one."""
+        s, step = self._session, self._session.counters.step
+        if self._saved_step != step:
+            self._saved_at = time.monotonic()
+            is_under_way, committed = manager.begin(step, **self._content())
+            if is_under_way:
+                self._saved_step = step
+                if self._interval is not None:
+                    self._interval.stalled = time.monotonic() - self._saved_at
+            self._tell(committed)
+            if s.recorder is not None:
+                s.recorder.flush()
+            self.reporter.pause()
+
+    def _save_now(self) -> None:
+        """A committed checkpoint of this step."""
+        s, step = self._session, self._session.counters.step
+        if self._manager is None:
+            return
+        if self._manager.is_busy:
+            failed = self._manager.num_failed
+            self._tell(self._manager.wait())
+            if self._manager.num_failed > failed:
+                self._saved_step = -1  # it may have been this step's
+        if self._saved_step != step:
+            info = self._manager.save(step, **self._content())
+            self._saved_step = step
+            self._tell([info])
+        if s.recorder is not None:
+            s.recorder.flush()
+        self.reporter.pause()
+
+    def _end(self) -> None:
+        """Training is over: save if asked to, and wait for what is under way in any case."""
+        if self._session.settings.checkpoint.at_end:
+            self._save_now()
+        elif self._manager is not None:
+            self._tell(self._manager.wait())
+
+    def _content(self) -> dict[str, Any]:
+        s = self._session
+        s.counters.seconds = self._trained_before + time.monotonic() - self._started
+        state, local_values = collect(s)
+        metrics = {name: value for name, value in self.reporter.latest.items() if math.isfinite(value)}
+        about = {
+            "mesh": str(s.mesh.shape),
+            "epoch": s.counters.epoch,
+            "samples": s.counters.samples,
+            "metrics": metrics,
+        }
+        return {"state": state, "local_values": local_values, "about": about}
+
+    def _tell(self, committed: list[SaveInfo]) -> None:
+        for info in committed:
+            self.last_saved = info.path
+            if self._interval is not None and self._interval.cost is not None:
+                self._tell_interval(self._interval, info.seconds)
+            for callback in self._session.callbacks:
+                callback.on_save(info)
+
+    def _tell_interval(self, interval: Interval, written: float) -> None:
+        """Say how often "auto" saves, once it is known and whenever it has changed much."""
+        interval.written = written
+        changed = interval.seconds / self._told_interval if self._told_interval else 0.0
+        if not 2 / 3 < changed < 1.5:
+            self._told_interval = interval.seconds
+            if self._session.ranks.is_main:
+                print_line(f"elastictrain: {interval}", console=make_console())

@@ -1,0 +1,357 @@
+"""Logged values, on their way from the training loop to the run directory.
+
+:meth:`Recorder.log` appends a tuple and looks at the clock; everything else (JSON, protobuf, the store) happens in one
+background thread. Values go to ``metrics/*.jsonl`` and to TensorBoard event files, in whole new objects whose names
+sort by (generation, sequence), never by the clock. A line of ``metrics/g000003-000012.jsonl`` is
+
+    {"step": 40, "samples": 960, "time": 1700000000.25, "generation": 3, "epoch": 0, "train/loss": 2.31}
+
+with ``step`` the number of finished steps, ``time`` in seconds since the epoch (UTC), and no ``NaN`` token that a
+strict reader would refuse: numbers that JSON has no word for are the strings ``"NaN"``, ``"Infinity"`` and
+``"-Infinity"``, as in protobuf's JSON mapping. ``float(...)``, ``pandas.read_json(..., lines=True)``, JavaScript's
+``Number`` and :func:`read_records` turn them back into floats. A value whose name is one of the line's own fields
+(``step``, ``samples``, ``time``, ``generation``, ``epoch``) is kept under ``value/{name}``.
+
+On failure: training goes on. When the store refuses, one warning is logged, the values stay in memory and are tried
+again at the next flush; nothing is lost below ``max_records`` waiting records, beyond that the oldest go first and the
+loss is said. :meth:`Recorder.close` waits a bounded time and says how many records it could not write.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from elastictrain.rundir import RunDir, first_line
+
+Record = tuple[int, int, float, int, Mapping[str, float]]  # step, samples, time, epoch, values
+
+FIELDS = ("step", "samples", "time", "generation", "epoch")
+FOLDER = "metrics"
+
+_FIRST_INTERVAL = 2.0  # seconds between flushes at first, so that a new run is soon seen
+_LAST_INTERVAL = 30.0  # and later, so that a long run does not leave a million objects
+_SEGMENT = 5_000  # records in one object at most: what a long outage has kept back goes out in pieces
+
+_log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """Where records go. Used by one thread only."""
+
+    what: str
+    """What it writes, for messages."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write all of ``records`` or raise and leave none of them behind; called again with the same ones then."""
+
+
+class Series:
+    """Whole new objects in one folder, with names that sort after every name already there.
+
+    Args:
+        pattern: the name, with ``{}`` for the (generation, sequence) part.
+        generation: of this process; where a later one has already written here, that one's numbers are continued.
+    """
+
+    def __init__(self, run_dir: RunDir, folder: str, *, pattern: str, generation: int) -> None:
+        self._run_dir = run_dir
+        self._folder = folder
+        self._pattern = pattern
+        self._known = re.compile(re.escape(pattern).replace(r"\{\}", r"g(\d+)-(\d+)"))
+        self._generation = generation
+        self._next: tuple[int, int] | None = None
+
+    def create(self, data: bytes) -> str:
+        """Write one object; returns its path. On failure nothing is left, and its name is not used again."""
+        while True:
+            generation, sequence = self._next or self._first_free()
+            self._next = generation, sequence + 1
+            name = self._pattern.format(f"g{generation:06d}-{sequence:06d}")
+            try:
+                self._run_dir.create(data, self._folder, name)
+            except FileExistsError:  # written since we looked, by a process that should be gone
+                self._next = None
+            except Exception:
+                with contextlib.suppress(Exception):  # a store may fail after it has stored
+                    self._run_dir.fs.rm_file(self._run_dir.join(self._folder, name))
+                raise
+            else:
+                return self._run_dir.join(self._folder, name)
+
+    def _first_free(self) -> tuple[int, int]:
+        there = [match for name in self._run_dir.names(self._folder) if (match := self._known.fullmatch(name))]
+        last = max(((int(match[1]), int(match[2])) for match in there), default=(-1, -1))
+        return (last[0], last[1] + 1) if last[0] >= self._generation else (self._generation, 0)
+
+
+class JsonLines:
+    """``metrics/*.jsonl``: one segment per write."""
+
+    what = "metrics"
+
+    def __init__(self, run_dir: RunDir, *, generation: int) -> None:
+        self._series = Series(run_dir, FOLDER, pattern="{}.jsonl", generation=generation)
+        self._generation = generation
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._series.create("".join(encode_line(record, self._generation) for record in records).encode())
+
+
+def encode_line(record: Record, generation: int) -> str:
+    """One line of strict JSON, newline included."""
+    step, samples, seconds, epoch, values = record
+    line: dict[str, Any] = {
+        "step": step,
+        "samples": samples,
+        "time": round(seconds, 6),
+        "generation": generation,
+        "epoch": epoch,
+    }
+    for name, value in values.items():
+        line[name if name not in FIELDS else f"value/{name}"] = value
+    try:
+        return json.dumps(line, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps({name: _strict(value) for name, value in line.items()}, allow_nan=False) + "\n"
+
+
+def _strict(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+_LOOSE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def read_records(run_dir: RunDir, *, replayed: bool = False) -> list[dict[str, Any]]:
+    """All lines of ``metrics/``, in the order of steps.
+
+    Args:
+        replayed: keep the lines of steps that were rolled back and done again, not only the later ones.
+
+    A line that was cut by a crash while it was written is left out.
+    """
+    lines: list[dict[str, Any]] = []
+    for name in run_dir.names(FOLDER):
+        if not name.endswith(".jsonl"):
+            continue
+        for text in run_dir.read(FOLDER, name).decode(errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            line = {key: _LOOSE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
+            if not replayed:
+                _drop_replaced(lines, line)
+            lines.append(line)
+    return lines
+
+
+def _drop_replaced(lines: list[dict[str, Any]], new: Mapping[str, Any]) -> None:
+    """Take out what was done again by the time ``new`` was written."""
+    while lines and lines[-1]["step"] > new["step"]:
+        lines.pop()
+    same = list(itertools.takewhile(lambda line: line["step"] == new["step"], reversed(lines)))
+    # Training and validation log at the same step; a name that comes twice says that the step does.
+    if any(line["generation"] != new["generation"] or (line.keys() & new.keys()) - set(FIELDS) for line in same):
+        del lines[-len(same) :]
+
+
+def _is_small_int(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+class _Outlet:
+    """One writer and what it has still to write."""
+
+    def __init__(self, writer: Writer, *, run_dir: RunDir, max_records: int) -> None:
+        self._writer = writer
+        self._run_dir = run_dir
+        self._max_records = max_records
+        self._failing = False
+        self.waiting: deque[Record] = deque()
+        self.num_dropped = 0
+
+    def take(self, records: Sequence[Record]) -> None:
+        self.waiting.extend(records)
+        while len(self.waiting) > self._max_records:
+            self.waiting.popleft()
+            self.num_dropped += 1
+
+    def write(self) -> bool:
+        """Write all that waits; False if the store refused."""
+        while self.waiting:
+            batch = list(itertools.islice(self.waiting, _SEGMENT))
+            try:
+                self._writer.write(batch)
+            except Exception as error:
+                if not self._failing:
+                    _log.warning(
+                        "%s cannot be written to %s (%s); kept in memory and tried again",
+                        *(self._writer.what, self._run_dir, first_line(error)),
+                    )
+                self._failing = True
+                return False
+            for _ in batch:
+                self.waiting.popleft()
+        if self._failing:
+            _log.info("%s can be written to %s again", self._writer.what, self._run_dir)
+            self._failing = False
+        return True
+
+
+class Recorder:
+    """Takes logged values from the training loop (one thread of one process, rank 0).
+
+    Args:
+        generation: of this process; never lower than one that has already written to this run directory.
+        start_step: finished steps at which this generation begins; what earlier ones logged after it is replayed.
+        max_records: how many records wait in memory, for each writer, while the store does not take them.
+        tensorboard: also write event files.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        generation: int,
+        start_step: int,
+        max_records: int = 50_000,
+        tensorboard: bool = True,
+    ) -> None:
+        writers: list[Writer] = [JsonLines(run_dir, generation=generation)]
+        if tensorboard:
+            # Imported here and not in the thread: a loader worker forked in the middle of an import would inherit
+            # that module's lock, held by a thread that it does not have.
+            from elastictrain.metrics.tensorboard import EventFiles
+
+            writers.append(EventFiles(run_dir, generation=generation, start_step=start_step))
+        self._outlets = [_Outlet(writer, run_dir=run_dir, max_records=max_records) for writer in writers]
+        self._run_dir = run_dir
+        self._max_records = max_records
+        self._inbox: deque[Record] = deque()
+        self._refused: set[str] = set()
+        self._num_dropped = 0
+        self._born = time.monotonic()
+        self._due = self._born + _FIRST_INTERVAL
+        self._changed = threading.Condition()
+        self._asked = self._served = self._written = 0  # numbers of flushes
+        self._deadline: float | None = None  # set once closing: when to give up
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    def log(self, step: int, samples: int, values: Mapping[str, float], *, epoch: int) -> None:
+        """Record ``values`` at ``step`` finished steps. ``values`` is kept, not copied: do not change it afterwards."""
+        self._inbox.append((step, samples, time.time(), epoch, values))
+        if time.monotonic() >= self._due:
+            self._ask()
+
+    def flush(self, *, wait: float = 0.0) -> bool:
+        """Have everything logged so far written now, in the background.
+
+        Args:
+            wait: seconds to wait for it.
+
+        Returns:
+            Whether it is all written by now.
+        """
+        if os.getpid() != self._pid:
+            return False
+        number = self._ask()
+        with self._changed:
+            if wait > 0:
+                self._changed.wait_for(lambda: self._served >= number, timeout=wait)
+            return self._written >= number
+
+    def close(self, *, timeout: float = 10.0) -> None:
+        """Write what is left, trying again until ``timeout`` seconds have passed, and stop. Idempotent."""
+        if self._deadline is not None or os.getpid() != self._pid:
+            return
+        atexit.unregister(self.close)
+        self._due = math.inf
+        with self._changed:  # together: the thread ends once there is a deadline and nothing more is asked for
+            self._deadline = time.monotonic() + timeout
+            if self._thread is None and not self._inbox:
+                return
+            number = self._ask()
+        assert self._thread is not None
+        self._thread.join(timeout)
+        if self._written < number:
+            left = max(len(outlet.waiting) for outlet in self._outlets) + len(self._inbox)
+            _log.warning(
+                "%d records of metrics were not written to %s: the store refused or was slow", left, self._run_dir
+            )
+
+    def _ask(self) -> int:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._due = now + min(max(_FIRST_INTERVAL, (now - self._born) / 10), _LAST_INTERVAL)
+        with self._changed:
+            while len(self._inbox) > self._max_records:  # the thread hangs in the store
+                self._inbox.popleft()
+                self._num_dropped += 1
+            self._asked += 1
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="elastictrain-metrics", daemon=True)
+                self._thread.start()
+            return self._asked
+
+    # ---- the background thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._served)
+                number = self._asked
+                records = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            records = [(*record[:4], self._numbers(record[4])) for record in records]
+            for outlet in self._outlets:
+                outlet.take(records)
+            done = self._write()
+            while not done and self._deadline is not None and time.monotonic() < self._deadline:
+                time.sleep(0.2)
+                done = self._write()
+            with self._changed:
+                self._served = number
+                if done:
+                    self._written = number
+                self._changed.notify_all()
+                if self._deadline is not None and self._asked == number:
+                    return
+
+    def _write(self) -> bool:
+        done = all([outlet.write() for outlet in self._outlets])  # noqa: C419 - a list: each one gets its turn
+        with self._changed:
+            dropped, self._num_dropped = self._num_dropped, 0
+        for outlet in self._outlets:
+            dropped, outlet.num_dropped = max(dropped, outlet.num_dropped), 0
+        if dropped:
+            _log.warning("the oldest %d records of metrics were dropped: %s is down or slow", dropped, self._run_dir)
+        return done
+
+    def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Plain numbers only; anything else would stop every later record as well."""
+        plain: dict[str, float] = {}
+        for name, value in values.items():
+            try:
+                plain[name] = value if type(value) is float or _is_small_int(value) else float(value)
+            except Exception:
+                if name not in self._refused:
+                    self._refused.add(name)
+                    _log.warning("%s is a %s and not a number: it is not recorded", name, type(value).__name__)
+        return plain

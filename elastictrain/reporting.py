@@ -1,0 +1,256 @@
+"""Logged values on their way out: to the run directory, to the user's loggers, to callbacks and the progress bar.
+
+On log steps ranks meet once, for the loss over the global batch and for what they must decide together. Between log steps
+nothing leaves the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from elastictrain.callback import Callback, StepInfo
+from elastictrain.compat.lightning import logged_hparams
+from elastictrain.compat.self_log import samples_in_batch
+from elastictrain.data.slots import Work
+from elastictrain.elastic.membership import StopReason
+from elastictrain.metrics.throughput import Throughput, count_tokens
+from elastictrain.session import Session
+
+LOSS = "train/loss"
+
+
+class Agreed(NamedTuple):
+    """What all ranks decided on a log step."""
+
+    save: bool
+    settle: bool  # some rank knows how a save went
+    stop: StopReason | None
+
+
+NOTHING = Agreed(save=False, settle=False, stop=None)
+
+
+def start_loggers(session: Session) -> None:
+    """Hyperparameters and the graph to the user's loggers, as Lightning does before anything runs. Only on rank 0."""
+    s = session
+    if s.ranks.rank != 0:
+        return
+    hparams = logged_hparams(s.task, s.datamodule)
+    for logger in s.loggers:
+        if hparams is not None:
+            logger.log_hyperparams(hparams)
+        logger.log_graph(s.task)
+        logger.save()
+
+
+def log_to_loggers(session: Session, metrics: Mapping[str, Any], *, step: int | None = None, offset: int = 0) -> None:
+    """Values to the user's loggers, with Lightning's step and epoch columns. Only on rank 0.
+
+    Args:
+        step: where the values belong; None: the running step plus ``offset``, or a metric called ``step``.
+    """
+    if not session.loggers or not metrics or session.ranks.rank != 0:
+        return
+    values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    if step is None:
+        logged_step = values.pop("step", None)
+        if logged_step is None:
+            values.setdefault("epoch", session.counters.epoch)
+        step = session.counters.step + offset if logged_step is None else int(logged_step)
+    for logger in session.loggers:
+        logger.log_metrics(metrics=values, step=step)
+        logger.save()
+
+
+class _Bar(Mapping[str, Tensor]):
+    """The latest ``prog_bar`` values, looked up when somebody looks."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def _now(self) -> dict[str, Tensor]:
+        return {**self._session.bar_metrics, **self._session.logbook.steps().bar}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+class Reporter:
+    """Reports training steps.
+
+    Args:
+        save_is_due: has enough time passed for a checkpoint? Asked on rank 0, on log steps.
+        has_news: does this rank know how a save went? Asked on log steps.
+    """
+
+    def __init__(self, session: Session, save_is_due: Callable[[], bool], has_news: Callable[[], bool]) -> None:
+        self.save_is_due, self.has_news = save_is_due, has_news
+        self._session = session
+        self._watchers = [c.on_step_end for c in session.callbacks if type(c).on_step_end is not Callback.on_step_end]
+        self._sources = [c.on_log for c in session.callbacks if type(c).on_log is not Callback.on_log]
+        self._bar = _Bar(session)
+        self._log_every = session.settings.log_every
+        self._units: tuple[int, float] | None = None  # samples in what the data counts, tokens in a sample
+        self._epoch_steps: int | None = None
+        self._epoch_is_known = False
+        self._watch_seconds = 0.0
+        self._throughput = Throughput()
+        self._since = time.perf_counter()
+        self._steps = 0  # since the last log step
+        self._hook_seconds: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # the last value of everything logged
+        self._mark(time.perf_counter())
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def count(self, work: Work) -> None:
+        """Add a finished global batch to the run's samples and tokens."""
+        if self._units is None:
+            self._units = self._measure()
+        c, (samples, tokens) = self._session.counters, self._units
+        used = (work.num_samples or 0) * samples
+        c.samples += used
+        if tokens:
+            c.tokens += round(used * tokens)
+
+    def _measure(self) -> tuple[int, float]:
+        """Samples in what the data counts, and tokens in a sample: by the task, else judged by the first batch."""
+        s = self._session
+        tokens = getattr(s.task, "tokens_per_sample", lambda: None)()
+        if tokens is None and s.batch is not None:
+            tokens = count_tokens(s.batch) * s.mesh.shape.cp / self._in_batch()
+        return self._in_batch() if s.chosen.counts_batches else 1, float(tokens or 0.0)
+
+    def _in_batch(self) -> int:
+        try:
+            return max(1, samples_in_batch(self._session))
+        except Exception:  # a batch of the user's own making: nothing but the count of samples depends on it
+            return 1
+
+    def step(self, work: Work) -> Agreed:
+        """One step is done and counted, but for ``counters.step`` itself."""
+        s = self._session
+        c = s.counters
+        number = c.step + 1
+        self._steps += 1
+        values: dict[str, float] | None = None
+        agreed = NOTHING
+        if number % self._log_every == 0 or s.should_stop:
+            values, agreed = self._log_step(number, work)
+        if self._watchers:
+            if work.step_in_epoch == 0 or not self._epoch_is_known:
+                self._epoch_steps, self._epoch_is_known = s.chosen.feed.steps_per_epoch, True
+            info = self._info(number, values)
+            started = time.perf_counter()
+            for watch in self._watchers:
+                watch(info)
+            self._watch_seconds += time.perf_counter() - started
+        return agreed
+
+    def _info(self, number: int, values: Mapping[str, float] | None) -> StepInfo:
+        s, c = self._session, self._session.counters
+        return StepInfo(number, c.samples, c.tokens, c.epoch, s.loss, values, self._bar, self._epoch_steps, s.grad_norm)
+
+    def _of_callbacks(self, number: int) -> dict[str, float | Tensor]:
+        """What callbacks have to log."""
+        if not self._sources:
+            return {}
+        started, info = time.perf_counter(), self._info(number, None)
+        values = {name: value for source in self._sources for name, value in source(info).items()}
+        self._watch_seconds += time.perf_counter() - started
+        return values
+
+    def _log_step(self, number: int, work: Work) -> tuple[dict[str, float], Agreed]:
+        s = self._session
+        loss, mesh = s.loss, s.mesh
+        share = loss.item() if loss is not None and mesh.counts else 0.0
+        if s.chosen.by_microbatch and s.task.automatic_optimization:
+            share *= s.accumulation / work.num_slots  # Lightning divides a short last window by the full one's size
+        requested = s.membership.requested
+        sums = s.ranks.sum(
+            [
+                share,
+                float(loss is not None),
+                float(s.logbook.has_synced_steps),
+                float(s.ranks.is_main and self.save_is_due()),
+                float(requested is not None and not s.membership.agrees),
+                float(requested == StopReason.PREEMPT),
+                float(self.has_news()),
+            ]
+        )
+        values: dict[str, float] = {}
+        of_callbacks = self._of_callbacks(number)
+        if s.ranks.rank == mesh.first_rank:
+            logged = {**of_callbacks, **s.logbook.steps().log}
+            values = {name: value.item() if isinstance(value, Tensor) else value for name, value in logged.items()}
+        if mesh.first_rank != 0:  # a pipeline ends elsewhere
+            values = mesh.from_first(values)
+        log_to_loggers(s, values)
+        if sums[2] and s.ranks.world_size > 1:
+            values.update(s.logbook.synced_steps(mesh.gather))
+        if sums[1]:
+            values.setdefault(LOSS, sums[0])
+        values |= self._speed()
+        self.latest.update(values)
+        if s.recorder is not None:
+            s.recorder.log(number, s.counters.samples, values, epoch=s.counters.epoch)
+        stop = None if not sums[4] else StopReason.PREEMPT if sums[5] else StopReason.INTERRUPT
+        return values, Agreed(bool(sums[3]), bool(sums[6]), stop)
+
+    def _speed(self) -> dict[str, float]:
+        """Where the time since the last log step went, in seconds per step, and the rates."""
+        now, steps = time.perf_counter(), self._steps
+        hooks = self._session.hooks.seconds
+        data, compute, optimizer = self._session.seconds
+        values = {
+            "time/step": (now - self._since) / steps,
+            "time/data": data / steps,
+            "time/forward_backward": compute / steps,
+            "time/optimizer": optimizer / steps,
+            "time/callbacks": self._watch_seconds / steps,
+        }
+        for name, seconds in hooks.items():
+            if spent := seconds - self._hook_seconds.get(name, 0.0):
+                values[f"time/hook/{name}"] = spent / steps
+        self._mark(now)
+        if self._throughput.samples_per_second:
+            values["throughput/samples_per_second"] = self._throughput.samples_per_second
+            if self._throughput.tokens_per_second:
+                values["throughput/tokens_per_second"] = self._throughput.tokens_per_second
+        self._begin_window(now)
+        return values
+
+    def _begin_window(self, now: float) -> None:
+        self._since, self._steps, self._watch_seconds = now, 0, 0.0
+        self._hook_seconds = dict(self._session.hooks.seconds)
+        self._session.seconds[:] = [0.0, 0.0, 0.0]
+
+    def _mark(self, now: float) -> None:
+        c = self._session.counters
+        self._throughput.mark(now, step=c.step, samples=c.samples, tokens=c.tokens)
+
+    def pause(self) -> None:
+        """A validation or a checkpoint took the time since the last step: it is not the steps'."""
+        self._throughput.pause()
+        now = time.perf_counter()
+        self._begin_window(now)
+        self._mark(now)
+
+    # ---- epochs and validations ------------------------------------------------------------------------------------
+
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """Values of a whole epoch or validation, at ``step`` finished steps."""
+        self.latest.update(values)
+        s = self._session
+        if s.recorder is not None and values:
+            s.recorder.log(step, s.counters.samples, dict(values), epoch=s.counters.epoch)

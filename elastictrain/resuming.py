@@ -1,0 +1,211 @@
+"""What a run directory knows of its run, and the checkpoint that this start goes on from.
+
+On failure: a damaged checkpoint is passed over for the next older one, on all ranks, with a note; one that was asked for by
+name, or whose content does not fit, is an error. Nothing is written before :meth:`Resumption.write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from elastictrain import runfile
+from elastictrain.borrowing import borrow
+from elastictrain.checkpoint import CheckpointManager, DamagedError, resolve
+from elastictrain.checkpoint.lease import Lease
+from elastictrain.config import Weights
+from elastictrain.errors import CheckpointError, ElasticTrainError, UsageError
+from elastictrain.keeping import Restored
+from elastictrain.metrics.console import make_console, print_line
+from elastictrain.metrics.ledger import FOLDER as EVENTS
+from elastictrain.metrics.ledger import Ledger, num_cut_short
+from elastictrain.metrics.record import Recorder
+from elastictrain.rundir import first_line, is_storage_error
+from elastictrain.session import Session
+
+
+class Resumption:
+    """One start of a run.
+
+    Attributes:
+        manager: keeps the run's checkpoints; None without a run directory.
+        recorded: what run.json says; None where this is the first start.
+        source: URL of the checkpoint that is restored; None where training begins.
+        step: finished steps in it, once it is restored.
+        notes: for the start-up summary.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.manager: CheckpointManager | None = None
+        self.recorded: dict[str, Any] | None = None
+        self.source: str | None = None
+        self.step: int | None = None
+        self.notes: list[str] = []
+
+    def look(self) -> None:
+        """Read run.json, and find where to resume from; every rank gets rank 0's answer.
+
+        Raises:
+            UsageError: the directory belongs to another run.
+        """
+        s = self._session
+        resume = s.settings.resume
+        if s.run_dir is None:
+            self.source = self._named(resume)
+            return
+        run_dir = s.run_dir
+        self.manager = CheckpointManager(
+            run_dir,
+            s.settings.checkpoint,
+            rank=s.ranks.rank,
+            world_size=s.ranks.world_size,
+            generation=s.membership.generation,
+        )
+        if s.ranks.is_main:
+            say = partial(print_line, console=make_console())
+            s.lease = Lease(run_dir, job=s.membership.job_id, say=lambda line: say(f"elastictrain: {line}"))
+        self.recorded = self.ask_main(self._read_run_file)
+        newest = self.manager.newest()
+        if newest is not None:
+            if resume == "never" and s.membership.generation == 0:
+                raise UsageError(
+                    f"--resume never, but {run_dir} holds checkpoints ({newest}): choose another --run-dir"
+                )
+            self.source = newest
+        else:
+            self.source = self._named(resume)
+        if self.source is not None:
+            self.manager.protect(self.source)
+
+    def restore_model(self) -> Restored | None:
+        """The newest checkpoint that is good, its model loaded; None where a run begins."""
+        while self.source is not None:
+            try:
+                restored = Restored(self._session, self.source)
+                restored.load_model()
+                return restored
+            except DamagedError as error:
+                self._fall_back(error)
+        if isinstance(weights := self._session.settings.resume, Weights):
+            url = self.ask_main(lambda: resolve(weights.checkpoint))
+            self.notes += borrow(self._session, url, weights)
+        return None
+
+    def restore_rest(self, restored: Restored | None) -> None:
+        """Everything but the model: optimizers, counters, callbacks, the position in the data."""
+        while restored is not None:
+            try:
+                restored.load_rest()
+                self.step = self._session.counters.step
+                return
+            except DamagedError as error:
+                self._fall_back(error)
+                restored = self.restore_model()
+
+    def _fall_back(self, error: DamagedError) -> None:
+        """Take the next older checkpoint, and say so. What was asked for by name has no stand-in."""
+        assert self.source is not None
+        if self.manager is None or not self.manager.holds(self.source):
+            raise error
+        self.manager.reject(self.source)
+        older = self.manager.newest()
+        if older is None:
+            raise CheckpointError(f"{error}; there is no other checkpoint in {self.manager.run_dir}") from error
+        self.notes.append(f"{error}; going on from the older {older}")
+        self.manager.protect(older)
+        self.source = older
+
+    def ask_main(self, question: Callable[[], Any]) -> Any:
+        """Rank 0's answer on every rank: storage may answer each of them differently. A collective.
+
+        Raises:
+            UsageError: on every rank, what rank 0's was.
+            CheckpointError: on every rank: the storage did not answer rank 0. Another start may be luckier.
+        """
+        ranks = self._session.ranks
+        answer: tuple[Any, str | None, type[ElasticTrainError]] = (None, None, UsageError)
+        if ranks.is_main:
+            try:
+                answer = (question(), None, UsageError)
+            except UsageError as error:
+                answer = (None, str(error), UsageError)
+            except Exception as error:
+                if not is_storage_error(error):
+                    raise
+                text = (
+                    f"run directory {self._session.run_dir} cannot be used ({first_line(error)}): check that it can be"
+                    " reached, and its permissions and credentials"
+                )
+                answer = (None, text, CheckpointError)
+        value, problem, kind = ranks.from_main(answer)
+        if problem is not None:
+            raise kind(problem)
+        return value
+
+    def _read_run_file(self) -> dict[str, Any] | None:
+        s = self._session
+        assert s.run_dir is not None
+        if s.lease is not None:
+            s.lease.look()
+        if (content := runfile.read(s.run_dir)) is None:
+            s.run_dir.check_writable()
+            return None
+        runfile.check(s.run_dir, content, self._identity())
+        return content
+
+    def _identity(self) -> dict[str, Any]:
+        """What this start asks for, among the things that make a run the same run."""
+        s = self._session
+        target = s.membership.target or ""
+        is_script = ":" not in target  # the same run, whether python or elastictrain run starts it
+        return {
+            "target": runfile.target_of(s.task) if is_script else target,
+            "settings": None if is_script else s.membership.settings,
+            "global_batch_size": s.settings.global_batch_size,
+            "micro_batch_size": s.plan.micro_batch_size,
+            "seed": s.settings.seed,
+        }
+
+    def write(self) -> None:
+        """Now that everything works: hold the run directory, record what runs, begin to record values. A collective.
+
+        Raises:
+            UsageError: another job holds it.
+            CheckpointError: it cannot be written.
+        """
+        if self._session.run_dir is not None:
+            self.ask_main(self._write)
+
+    def _write(self) -> None:
+        s = self._session
+        assert s.run_dir is not None and s.lease is not None
+        s.lease.take()
+        if self.recorded is None:
+            micro = None if s.chosen.counts_batches else s.chosen.plan.micro_batch_size
+            sizes = {"global_batch_size": s.settings.global_batch_size, "micro_batch_size": s.plan.micro_batch_size}
+            if not s.chosen.counts_batches:
+                sizes = {"global_batch_size": s.chosen.plan.global_batch_size, "micro_batch_size": micro}
+            hparams = dict(s.task.hparams)
+            runfile.write(s.run_dir, {**self._identity(), **sizes, "hparams": hparams})
+        events = s.run_dir.names(EVENTS)
+        generation = self._next_generation(events)
+        s.recorder = Recorder(s.run_dir, generation=generation, start_step=s.counters.step)
+        s.ledger, s.num_cut_short = Ledger(s.run_dir, generation=generation), num_cut_short(events)
+        s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size)
+
+    def _named(self, resume: str | Weights) -> str | None:
+        """The checkpoint whose whole state a new run begins with."""
+        if isinstance(resume, Weights) or resume in ("auto", "never"):
+            return None
+        url: str = self.ask_main(lambda: resolve(resume))
+        return url
+
+    def _next_generation(self, events: list[str]) -> int:
+        """One more than any generation that has logged here, so that its values sort after theirs."""
+        s = self._session
+        assert s.run_dir is not None
+        there = [*s.run_dir.names("metrics"), *events]
+        names = [name for name in there if name.startswith("g") and name[1:7].isdigit()]
+        return max([int(name[1:7]) + 1 for name in names] + [s.membership.generation])

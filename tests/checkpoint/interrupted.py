@@ -1,0 +1,48 @@
+"""A writer process that is interrupted where a test says: ``python -m tests.checkpoint.interrupted POINT HOW``.
+
+HOW is ``kill`` (SIGKILL to itself), ``kill-parent`` (to its worker, and it goes on), or the number of an OSError.
+``POINT:2`` is the third time that the point is passed, counting from when the file FLAG is there;
+several points are separated by commas, each is interrupted once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from elastictrain.checkpoint import drain_main
+from elastictrain.checkpoint.drain import Drain
+
+
+def command(point: str, how: str, flag: Path) -> list[str]:
+    """For ``CheckpointManager(writer_command=…)``."""
+    return [sys.executable, "-m", "tests.checkpoint.interrupted", point, how, str(flag)]
+
+
+def main() -> None:
+    left = {point: int(count or 0) for point, _, count in (one.partition(":") for one in sys.argv[1].split(","))}
+    how = sys.argv[2]
+    flag = Path(sys.argv[3])
+    worker = os.getppid()
+
+    def reached(passed: str) -> None:
+        if passed not in left or not flag.exists():
+            return
+        left[passed] -= 1
+        if left[passed] == -1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "kill-parent":
+                os.kill(worker, signal.SIGKILL)
+            else:
+                raise OSError(int(how), os.strerror(int(how)))
+
+    drain_main.LINGER_SECONDS = 60.0
+    Drain.reached = staticmethod(reached)
+    drain_main.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Saves that are written while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastictrain.checkpoint import CheckpointManager, CheckpointReader
+from elastictrain.errors import CheckpointError
+from tests.checkpoint import interrupted
+from tests.checkpoint.states import manager
+from tests.helpers import run_ranks
+
+
+def until(condition: object, manager: CheckpointManager) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        manager.look()
+        time.sleep(0.01)
+
+
+def values(path: str) -> list[float]:
+    targets = {"w": torch.zeros(3)}
+    CheckpointReader(path).load(targets)
+    return targets["w"].tolist()
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
+    """Two saves under way at a time and training that goes on change nothing in either of them."""
+    checkpoints = manager(str(tmp_path), keep_last=None)
+    weights = torch.zeros(3)
+    infos = []
+    for step in range(1, 8):
+        weights.fill_(step)
+        is_under_way, committed = checkpoints.begin(step, {"w": weights, "trainer.step": step})
+        assert is_under_way
+        infos += committed
+    weights.fill_(-1)
+    infos += checkpoints.wait()
+    assert [info.step for info in infos] == list(range(1, 8))
+    for info in infos:
+        assert values(info.path) == [info.step] * 3
+        assert CheckpointReader(info.path).values == {"trainer.step": info.step}
+    assert not checkpoints.is_busy and checkpoints.wait() == [] and checkpoints.num_committed == 7
+
+
+def test_a_save_is_left_out_while_another_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = manager(str(tmp_path), keep_last=None, when_busy="skip")
+    state = {"w": torch.zeros(3)}
+    checkpoints.save(1, state)
+    assert checkpoints.saves.writer_pid is not None
+    os.kill(checkpoints.saves.writer_pid, 19)  # SIGSTOP
+    assert checkpoints.begin(2, state) == (True, [])
+    assert checkpoints.begin(3, state) == (False, [])
+    assert checkpoints.begin(4, state) == (False, [])
+    os.kill(checkpoints.saves.writer_pid, 18)  # SIGCONT
+    assert [info.step for info in checkpoints.wait()] == [2]
+    assert checkpoints.begin(5, state) == (True, [])
+    assert [info.step for info in checkpoints.wait()] == [5]
+    assert "no checkpoint of step 4: an earlier one is still being written (2 left out so far)" in caplog.text
+
+
+def test_the_memory_is_the_same_over_many_saves(tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> list[int]:
+        checkpoints = manager(str(tmp_path), keep_last=1)
+        state = {"w": torch.zeros(1 << 20), "v": torch.zeros(1 << 18)}
+        used = []
+        for step in range(40):
+            state["w"] = torch.full((1 << 20,), float(step))  # other memory, the same layout
+            checkpoints.begin(step, state)
+            if step % 10 == 9:
+                checkpoints.wait()
+                used.append(shared_bytes())
+        checkpoints.begin(41, {"w": torch.zeros(1 << 20)})
+        checkpoints.wait()
+        used.append(shared_bytes())
+        return used
+
+    *used, after = run_ranks(save, 1, timeout=120)[0]
+    size = 5 << 20
+    assert all(size <= one <= 2 * size + (1 << 16) for one in used), used
+    assert after < 2 * size
+
+
+def shared_bytes() -> int:
+    """Of the images of this process, in descriptors."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:elastictrain" in os.readlink(f"/proc/self/fd/{name}"):
+                status = os.fstat(int(name))
+                found[status.st_ino] = status.st_size
+        except OSError:
+            pass
+    return sum(found.values())
+
+
+def test_a_failure_is_told_and_the_next_save_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flag = tmp_path / "flag"
+    url = str(tmp_path / "run")
+    checkpoints = manager(url, writer_command=interrupted.command("manifest", str(errno.EIO), flag))
+    flag.touch()
+    checkpoints.begin(1, {"w": torch.zeros(3)})
+    until(lambda: checkpoints.has_news, checkpoints)
+    assert checkpoints.settle() == []
+    assert "no checkpoint of step 1 was written to" in caplog.text and "1 failed so far" in caplog.text
+    assert checkpoints.begin(2, {"w": torch.ones(3)})[0]
+    (info,) = checkpoints.wait()
+    assert values(info.path) == [1.0] * 3
+    checkpoints.saves.finish_errands()
+    assert sorted(os.listdir(Path(url) / "checkpoints")) == ["step-00000002"]
+
+
+def test_a_failure_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    flag.touch()
+    command = interrupted.command("part", str(errno.EIO), flag)
+    checkpoints = manager(str(tmp_path / "run"), writer_command=command, on_failure="raise")
+    checkpoints.begin(1, {"w": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 .* Input/output error"):
+        checkpoints.wait()
+
+
+def _one_fails(rank: int, world_size: int, url: str, flag: Path) -> list[int]:
+    dist.init_process_group("gloo")
+    command = interrupted.command("shard", "kill", flag) if rank == 1 else None
+    checkpoints = manager(url, rank=rank, world_size=world_size, writer_command=command)
+    state = {"w": torch.zeros(3), "v": torch.ones(3)}
+    checkpoints.save(1, state)
+    dist.barrier()
+    flag.touch()
+    checkpoints.begin(2, state)
+    steps = [info.step for info in checkpoints.wait()]
+    dist.barrier()
+    if rank == 0:
+        flag.unlink()
+    dist.barrier()
+    checkpoints.begin(3, state)
+    steps += [info.step for info in checkpoints.wait()]
+    assert checkpoints.num_failed == 1
+    checkpoints.close()
+    return steps
+
+
+def test_a_writer_that_dies_on_one_rank_costs_one_save_on_all(tmp_path: Path) -> None:
+    assert run_ranks(_one_fails, 2, str(tmp_path / "run"), tmp_path / "flag", timeout=120) == [[3], [3]]
+    folders = list((tmp_path / "run" / "checkpoints").iterdir())
+    assert len([folder for folder in folders if list(folder.rglob("COMMIT"))]) == 2
+
+
+def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
+    checkpoints = manager(str(tmp_path))
+    checkpoints.save(1, {"w": torch.zeros(3)})
+    pid = checkpoints.saves.writer_pid
+    assert pid is not None and os.getpriority(os.PRIO_PROCESS, pid) == 10 + os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getsid(pid) == pid != os.getsid(0), "in a session of its own"
+    checkpoints.close()
+    deadline = time.monotonic() + 30.0
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_writer_has_no_torch() -> None:
+    code = "import sys, elastictrain.checkpoint.drain_main; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,69 @@
+"""A run goes on from the newest checkpoint that is good, and says what it passed over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain import CheckpointConfig, Trainer
+from elastictrain.checkpoint import CheckpointReader, resolve
+from elastictrain.errors import CheckpointError
+from tests.helpers import run_ranks
+from tests.trainer.tasks import Recorded
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CONFIG = CheckpointConfig(every_steps=3, every_seconds=None, keep_last=None)
+
+
+def _fit(run_dir: Path, steps: int, **options: Any) -> None:
+    options = {"global_batch_size": 24, "log_every": 1, "checkpoint": CONFIG, **options}
+    Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(Recorded())
+
+
+def _flip(checkpoints: Path, step: int, tensor: str) -> None:
+    """One bit of a tensor."""
+    folder = Path(resolve(str(checkpoints / f"step-{step:08d}")))
+    for rank, manifest in enumerate(CheckpointReader(folder).manifests):
+        if places := [one.end for one in manifest.pieces if one.name == tensor]:
+            shard = folder / f"shard-{rank:05d}-of-{manifest.world_size:05d}.safetensors"
+            data = bytearray(shard.read_bytes())
+            data[places[0] - 1] ^= 4
+            shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("tensor", ["model.first.weight", "optim.0.first.weight.exp_avg"])
+def test_a_damaged_checkpoint_is_passed_over_and_said(
+    tensor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(tmp_path, 6)
+    _flip(tmp_path / "checkpoints", 6, tensor)
+    _fit(tmp_path, 8)
+    assert CheckpointReader(resolve(str(tmp_path))).step == 8
+    text = " ".join(capsys.readouterr().out.split())
+    assert "is damaged: shard-00000-of-00001.safetensors bytes" in text and "going on from the older" in text
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")  # the damaged one, and a good one of the second start
+    _flip(tmp_path / "checkpoints", 3, tensor)
+    _flip(tmp_path / "checkpoints", 8, tensor)
+    with pytest.raises(CheckpointError, match=r"is damaged.*there is no other checkpoint in"):
+        _fit(tmp_path, 9)
+
+
+def _fit_ranks(rank: int, world_size: int, run_dir: Path, steps: int) -> int:
+    task = Recorded()
+    Trainer(run_dir=str(run_dir), max_steps=steps, global_batch_size=24, mesh="dp_shard=2", checkpoint=CONFIG).fit(task)
+    return len(task.seen)
+
+
+def test_damage_that_one_rank_reads_moves_all_of_them(tmp_path: Path) -> None:
+    run_ranks(_fit_ranks, 2, tmp_path, 6)
+    folder = Path(resolve(str(tmp_path)))
+    shard = folder / "shard-00001-of-00002.safetensors"  # rank 1's part of the weights
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert run_ranks(_fit_ranks, 2, tmp_path, 7) != [0, 0]
+    assert CheckpointReader(resolve(str(tmp_path))).step == 7
