@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +263,15 @@ def test_help_is_fast_and_imports_no_torch() -> None:
         command = [sys.executable, "-X", "importtime", "-m", "elastictrain", *argv]
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-            best = min(best, time.perf_counter() - start)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert "Usage: elastictrain" in done.stdout
         imported = [line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line]
         assert "click" in imported
         assert {"torch", "lightning", "numpy", "fsspec", "yaml"}.isdisjoint(imported)
-        assert best < 0.5
+        assert best < 0.5, "seconds of CPU: other processes of the machine don't count"
 
 
 def test_a_refusal_is_fast_and_imports_no_torch(here: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     run.signal(signal.SIGINT)
     outcome = run.wait()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20.0  # and not after the minutes of grace
     assert outcome["code"] == 130
     assert "killed at once" in outcome["message"]
 
@@ -273,7 +273,7 @@ def test_an_interrupt_while_workers_import_ends_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     run.signal(signal.SIGINT)
     outcome = run.wait()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 20.0  # and not after the 30 s of the import
     assert outcome["code"] == 75
     assert outcome["message"] == "stopped before training went on: nothing is lost"
 
