@@ -219,8 +219,8 @@ class FitLoop:
         """All ranks stand between two steps. Save where it is due; True where all of them stop here."""
         s, step = self._session, self._session.counters.step
         agreed, self._agreed = self._agreed, NOTHING
-        if s.lease is not None:
-            s.lease.check()
+        if agreed.is_lost or (s.ranks.world_size == 1 and s.lease is not None and s.lease.lost is not None):
+            self._check_lease()
         self.stopped = s.membership.boundary(step) or agreed.stop
         every = s.settings.checkpoint.every_steps
         if self.stopped is not None:
@@ -234,6 +234,17 @@ class FitLoop:
                 self._begin_save(self._manager)
         return self.stopped is not None
 
+    def _check_lease(self) -> None:
+        """Where all ranks meet anyway: does this job still have the run directory? A collective.
+
+        Raises:
+            UsageError: on every rank; another job has it.
+        """
+        s = self._session
+        lost = s.ranks.from_main(None if s.lease is None else s.lease.lost)
+        if lost is not None:
+            raise UsageError(lost)
+
     def _save_is_due(self) -> bool:
         every = self._session.settings.checkpoint.every_seconds if self._interval is None else self._interval.seconds
         assert not isinstance(every, str)
@@ -246,6 +257,7 @@ class FitLoop:
         """A checkpoint of this step, written while training goes on, unless there is one."""
         s, step = self._session, self._session.counters.step
         if self._saved_step != step:
+            self._check_lease()
             self._saved_at = time.monotonic()
             is_under_way, committed = manager.begin(step, **self._content())
             if is_under_way:
@@ -262,6 +274,7 @@ class FitLoop:
         s, step = self._session, self._session.counters.step
         if self._manager is None:
             return
+        self._check_lease()
         if self._manager.is_busy:
             failed = self._manager.num_failed
             self._tell(self._manager.wait())

@@ -20,8 +20,9 @@ from torch import Tensor
 from elastictrain.callback import Callback
 from elastictrain.checkpoint import CheckpointReader, DamagedError
 from elastictrain.compat.torchmetrics import load_metric_state, metric_state
-from elastictrain.errors import CheckpointError, UnsupportedError
+from elastictrain.errors import CheckpointError, ElasticTrainError, UnsupportedError
 from elastictrain.parallel.buffers import agree_on_buffers
+from elastictrain.rundir import first_line
 from elastictrain.session import Session
 from elastictrain.state import (
     FlatState,
@@ -200,20 +201,29 @@ def together(session: Session, action: Callable[[], T]) -> T:
     """What one rank cannot read, no rank takes: after damage all of them take another checkpoint. A collective.
 
     Raises:
-        CheckpointError: on every rank; a :class:`DamagedError` where all that went wrong is damage.
+        CheckpointError: on every rank; a :class:`DamagedError` where all that went wrong is damage. A rank where it was
+            neither raises its own error.
     """
     result: Any = None
-    problem: CheckpointError | None = None
+    problem: Exception | None = None
     try:
         result = action()
-    except CheckpointError as error:
+    except Exception as error:
         problem = error
-    mine = None if problem is None else (isinstance(problem, DamagedError), str(problem))
-    problems = [one for one in session.ranks.gather(mine) if one is not None]
+    problems = [one for one in session.ranks.gather(_problem(session.ranks.rank, problem)) if one is not None]
+    if problem is not None and not isinstance(problem, CheckpointError):
+        raise problem
     for is_damage, text in sorted(problems):
         raise (DamagedError if is_damage else CheckpointError)(text) from problem
     found: T = result
     return found
+
+
+def _problem(rank: int, error: Exception | None) -> tuple[bool, str] | None:
+    if error is None:
+        return None
+    text = str(error) if isinstance(error, ElasticTrainError) else f"rank {rank} cannot restore: {first_line(error)}"
+    return isinstance(error, DamagedError), text
 
 
 class Restored:
@@ -234,9 +244,13 @@ class Restored:
         s, stages = self._session, Stages(self._session)
         saved = stages.mine(self.reader.tensors)
         model = {name: tensor for name, tensor in stages.model().items() if isinstance(tensor, Tensor)}
-        check_entries(model, saved, of=["model."])
         rest = self._plain("callback.", "trainer.", "metrics.", "scheduler.", "pg.") | self._callback_targets()
-        together(self._session, lambda: self.reader.load(model | rest))
+
+        def fill() -> None:
+            check_entries(model, saved, of=["model."])
+            self.reader.load(model | rest)
+
+        together(self._session, fill)
         self._flat.update(model | rest)
         for prefix, callback in _callbacks(s):
             if state := self._under(prefix):
@@ -254,10 +268,14 @@ class Restored:
         stages = Stages(s)
         names, saved = stages.parameter_names(), stages.mine(self.reader.tensors)
         targets: FlatState = {}
-        for i, optimizer in enumerate(s.optimizers):
-            targets |= optimizer_targets(i, optimizer, names, saved)
-        check_entries(targets, saved, of=["optim."])
-        together(self._session, lambda: self.reader.load(targets))
+
+        def fill() -> None:
+            for i, optimizer in enumerate(s.optimizers):
+                targets.update(optimizer_targets(i, optimizer, names, saved))
+            check_entries(targets, saved, of=["optim."])
+            self.reader.load(targets)
+
+        together(self._session, fill)
         self._flat.update(targets)
         for i, optimizer in enumerate(s.optimizers):
             load_optimizer(i, optimizer, names, self._flat)

@@ -29,9 +29,10 @@ class Agreed(NamedTuple):
     save: bool
     settle: bool  # some rank knows how a save went
     stop: StopReason | None
+    is_lost: bool  # another job has taken the run directory
 
 
-NOTHING = Agreed(save=False, settle=False, stop=None)
+NOTHING = Agreed(save=False, settle=False, stop=None, is_lost=False)
 
 
 def start_loggers(session: Session) -> None:
@@ -186,6 +187,7 @@ class Reporter:
                 float(requested is not None and not s.membership.agrees),
                 float(requested == StopReason.PREEMPT),
                 float(self.has_news()),
+                float(s.lease is not None and s.lease.lost is not None),
             ]
         )
         values: dict[str, float] = {}
@@ -205,7 +207,7 @@ class Reporter:
         if s.recorder is not None:
             s.recorder.log(number, s.counters.samples, values, epoch=s.counters.epoch)
         stop = None if not sums[4] else StopReason.PREEMPT if sums[5] else StopReason.INTERRUPT
-        return values, Agreed(bool(sums[3]), bool(sums[6]), stop)
+        return values, Agreed(bool(sums[3]), bool(sums[6]), stop, bool(sums[7]))
 
     def _speed(self) -> dict[str, float]:
         """Where the time since the last log step went, in seconds per step, and the rates."""

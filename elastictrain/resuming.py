@@ -123,26 +123,33 @@ class Resumption:
         Raises:
             UsageError: on every rank, what rank 0's was.
             CheckpointError: on every rank: the storage did not answer rank 0. Another start may be luckier.
+            ElasticTrainError: on the other ranks, in the words of whatever else rank 0 raises.
         """
         ranks = self._session.ranks
-        answer: tuple[Any, str | None, type[ElasticTrainError]] = (None, None, UsageError)
+        value, problem, cause = None, None, None
         if ranks.is_main:
             try:
-                answer = (question(), None, UsageError)
-            except UsageError as error:
-                answer = (None, str(error), UsageError)
+                value = question()
             except Exception as error:
-                if not is_storage_error(error):
-                    raise
-                text = (
-                    f"run directory {self._session.run_dir} cannot be used ({first_line(error)}): check that it can be"
-                    " reached, and its permissions and credentials"
-                )
-                answer = (None, text, CheckpointError)
-        value, problem, kind = ranks.from_main(answer)
+                problem, cause = self._problem(error), error
+        value, problem = ranks.from_main((value, problem))
         if problem is not None:
-            raise kind(problem)
+            text, kind, is_own = problem
+            raise cause if cause is not None and is_own else kind(text)
         return value
+
+    def _problem(self, error: Exception) -> tuple[str, type[ElasticTrainError], bool]:
+        """What all ranks raise instead of an error of rank 0's; and whether rank 0 raises its own."""
+        for kind in (DamagedError, CheckpointError, UsageError):
+            if isinstance(error, kind):
+                return str(error), kind, True
+        if not is_storage_error(error):  # a bug, or a disk that is full of something else: no rank may wait for rank 0
+            return f"rank 0 could not go on: {first_line(error)}", ElasticTrainError, True
+        text = (
+            f"run directory {self._session.run_dir} cannot be used ({first_line(error)}): check that it can be"
+            " reached, and its permissions and credentials"
+        )
+        return text, CheckpointError, False
 
     def _read_run_file(self) -> dict[str, Any] | None:
         s = self._session

@@ -11,7 +11,8 @@ died with its machine. Nobody's clock is compared with another's. Where a store 
 same number at the same moment the second one's name stays, and the first one sees it at its next sign of life.
 
 On failure: a holder that was silent for so long (a frozen machine, a store out of reach) and finds that somebody has taken
-the next number has lost the directory: :attr:`Lease.lost` says to whom, and the trainer ends. Its checkpoints have folders
+the next number has lost the directory: :attr:`Lease.lost` says to whom, and the trainer ends, on all ranks, where
+they next meet. Its checkpoints have folders
 of their own, so nothing is mixed until then. Signs of life that cannot be written are a warning.
 """
 
@@ -146,15 +147,6 @@ class Lease:
         self._forget(before=number)
         self._thread = threading.Thread(target=self._live, name="elastictrain-lease", daemon=True)
         self._thread.start()
-
-    def check(self) -> None:
-        """Between two steps; looks at no storage.
-
-        Raises:
-            UsageError: it was lost.
-        """
-        if self.lost is not None:
-            raise UsageError(self.lost)
 
     def release(self) -> None:
         """Others may take it now."""

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from elastictrain import Trainer, UsageError
+from elastictrain import CheckpointConfig, Trainer, UsageError
 from elastictrain.checkpoint import lease as module
 from elastictrain.checkpoint.lease import Holder, Lease
 from elastictrain.errors import CheckpointError
 from elastictrain.rundir import RunDir
+from tests.helpers import run_ranks
 from tests.trainer.tasks import Recorded
 
 HOLD = """
@@ -112,8 +113,7 @@ def test_a_dead_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
     second, said = _lease(tmp_path, "second")
     started = time.monotonic()
     second.take()
-    assert time.monotonic() - started >= module.SILENCE and len(said) == 1
-    second.check()
+    assert time.monotonic() - started >= module.SILENCE and len(said) == 1 and second.lost is None
     second.release()
 
 
@@ -129,27 +129,57 @@ def test_a_frozen_job_learns_that_it_has_lost(tmp_path: Path) -> None:
         line = first.stdout.readline()
         assert f"was taken over by process {os.getpid()} on" in line and "it ends here, the other one goes on" in line
         assert first.wait(10) == 0
-        second.check()
+        assert second.lost is None
         second.release()
     finally:
         first.kill()
         first.wait()
 
 
-def test_who_has_lost_raises_at_the_next_step(tmp_path: Path) -> None:
-    held, _ = _lease(tmp_path, "one")
-    held.take()
-    held.check()
-    other, _ = _lease(tmp_path, "one")
-    other.take()
-    deadline = time.monotonic() + 10
-    while held.lost is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    with pytest.raises(UsageError, match="was taken over by"):
-        held.check()
-    held.release()
+class Robbed(Recorded):
+    """Another job takes the directory while rank 0 computes step 3; the others know nothing of it."""
+
+    trainer_lease: Lease | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        lease = self.trainer._session.lease
+        if lease is not None and self.global_step == 2 and lease.lost is None:
+            other, _ = _lease(lease._run_dir.path, lease._job)
+            other.take()
+            deadline = time.monotonic() + 60
+            while lease.lost is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            other.release()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "log_every", "every_steps", "last"),
+    [
+        (1, 50, None, 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 5, None, 5), (2, 50, 4, 4), (2, 50, None, 6)]),
+    ],
+)
+def test_who_has_lost_ends_on_all_ranks_where_they_next_meet(
+    world_size: int, log_every: int, every_steps: int | None, last: int, tmp_path: Path
+) -> None:
+    """On a log step, at a save, or at the end; one process at once. It saves nothing any more."""
+
+    def fit(rank: int, world_size: int) -> tuple[int, str]:
+        config = CheckpointConfig(every_steps=every_steps, every_seconds=None)
+        task = Robbed()
+        trainer = Trainer(
+            run_dir=str(tmp_path), max_steps=6, global_batch_size=24, log_every=log_every, checkpoint=config
+        )
+        with pytest.raises(UsageError) as lost:
+            trainer.fit(task)
+        return task.trainer._session.counters.step, str(lost.value)
+
+    texts = run_ranks(fit, world_size, timeout=120)
+    assert len(set(texts)) == 1 and texts[0][0] == last
+    assert re.fullmatch(r"run directory .* was taken over by .*: it ends here, the other one goes on", texts[0][1])
     assert "000000.released" not in _names(tmp_path)
-    other.release()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_of_two_at_the_same_moment_the_second_goes_on(tmp_path: Path) -> None:

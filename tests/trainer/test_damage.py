@@ -1,14 +1,16 @@
-"""A run goes on from the newest checkpoint that is good, and says what it passed over."""
+"""A run goes on from the newest checkpoint that is good, and says what it passed over; what fails on one rank ends all."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastictrain import CheckpointConfig, Trainer
+from elastictrain import CheckpointConfig, Trainer, resuming
 from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.errors import CheckpointError
 from tests.helpers import run_ranks
@@ -58,12 +60,41 @@ def _fit_ranks(rank: int, world_size: int, run_dir: Path, steps: int) -> int:
     return len(task.seen)
 
 
-def test_damage_that_one_rank_reads_moves_all_of_them(tmp_path: Path) -> None:
+def _fit_failing(rank: int, world_size: int, run_dir: Path) -> list[str]:
+    """What each of three starts raises on this rank; something else fails in each."""
+    raised = []
+    for at, owner, name, error in [
+        (0, resuming.runfile, "check", KeyError("a bug")),
+        (0, resuming, "Recorder", MemoryError("no memory")),
+        (1, os, "preadv", OSError(errno.EIO, os.strerror(errno.EIO))),
+    ]:
+
+        def fail(*args: Any, error: Exception = error, **options: Any) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception) as failed:
+            if rank == at:
+                patch.setattr(owner, name, fail)
+            _fit_ranks(rank, world_size, run_dir, 8)
+        raised.append(f"{type(failed.value).__name__}: {failed.value}")
+    _fit_ranks(rank, world_size, run_dir, 8)
+    return raised
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_do_none_does(tmp_path: Path) -> None:
+    """Reading run.json, writing it, and reading a checkpoint, whose damage moves all ranks to the next older one."""
     run_ranks(_fit_ranks, 2, tmp_path, 6)
-    folder = Path(resolve(str(tmp_path)))
-    shard = folder / "shard-00001-of-00002.safetensors"  # rank 1's part of the weights
+    there = set(tmp_path.rglob("*.safetensors"))
+    (bug, memory, main), (told_bug, told_memory, told) = run_ranks(_fit_failing, 2, tmp_path, timeout=120)
+    assert bug == "KeyError: 'a bug'" and told_bug == f"ElasticTrainError: rank 0 could not go on: {bug}"
+    assert memory == "MemoryError: no memory" and told_memory.endswith(f"rank 0 could not go on: {memory}")
+    assert main == told and main.startswith("CheckpointError: checkpoint /") and "\n" not in main
+    assert "cannot be read (OSError: [Errno 5] Input/output error): check that its storage can be reached" in main
+    assert there < set(tmp_path.rglob("*.safetensors")), "nothing is lost, and the next start goes on"
+    shard = Path(resolve(str(tmp_path))) / "shard-00001-of-00002.safetensors"  # rank 1's part of the weights
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert run_ranks(_fit_ranks, 2, tmp_path, 7) != [0, 0]
-    assert CheckpointReader(resolve(str(tmp_path))).step == 7
+    assert run_ranks(_fit_ranks, 2, tmp_path, 9) != [0, 0]
+    assert CheckpointReader(resolve(str(tmp_path))).step == 9
