@@ -62,7 +62,7 @@ def test_released_and_taken_again(tmp_path: Path) -> None:
         held, said = _lease(tmp_path, f"job {number}")
         held.take()
         time.sleep(0.2)
-        assert re.fullmatch(rf"00000{number}.beat-\d+ 00000{number}.json", " ".join(_names(tmp_path)))
+        assert re.fullmatch(rf"(00000{number}.beat-\d+ ){{1,2}}00000{number}.json", " ".join(_names(tmp_path)))
         held.release()
         assert not said
     assert _names(tmp_path)[-1] == "000002.released"
