@@ -17,6 +17,7 @@ from elastictrain.callback import Callback, SaveInfo, ValidationInfo
 from elastictrain.checkpoint import CheckpointManager
 from elastictrain.checkpoint.interval import Interval
 from elastictrain.compat.lightning import is_overridden
+from elastictrain.compat.transformers import description
 from elastictrain.data.slots import Work
 from elastictrain.elastic.membership import StopReason
 from elastictrain.errors import UsageError
@@ -300,12 +301,14 @@ class FitLoop:
         s.counters.seconds = self._trained_before + time.monotonic() - self._started
         state, local_values = collect(s)
         metrics = {name: value for name, value in self.reporter.latest.items() if math.isfinite(value)}
-        about = {
+        about: dict[str, Any] = {
             "mesh": str(s.mesh.shape),
             "epoch": s.counters.epoch,
             "samples": s.counters.samples,
             "metrics": metrics,
         }
+        if s.ranks.is_main and (model := description(s.task)) is not None:
+            about["transformers"] = model
         return {"state": state, "local_values": local_values, "about": about}
 
     def _tell(self, committed: list[SaveInfo]) -> None:

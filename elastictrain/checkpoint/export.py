@@ -1,9 +1,10 @@
 """A checkpoint as files that others read: whole tensors, whatever layout they were saved in.
 
-``safetensors``: files of a bounded size with an index. ``torch``: one file for ``torch.load(…, weights_only=True)``.
-``dcp``: a folder for ``torch.distributed.checkpoint.load``. One process; at most one tensor is in memory at a time. The
-writers of torch want the state as a whole: they get it as mapped files, whose pages the kernel may drop, and which are gone
-afterwards.
+``safetensors``: files of a bounded size with an index. ``hf``: those, and the configuration of the run's model of
+``transformers``, so that ``from_pretrained`` loads the folder. ``torch``: one file for
+``torch.load(…, weights_only=True)``. ``dcp``: a folder for ``torch.distributed.checkpoint.load``. One process; at most one
+tensor is in memory at a time. The writers of torch want the state as a whole: they get it as mapped files, whose pages the
+kernel may drop, and which are gone afterwards.
 
 On failure: what cannot be read is a :class:`~elastictrain.checkpoint.manifest.DamagedError`; the output folder must be new,
 and one that was begun is removed.
@@ -15,7 +16,8 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from elastictrain.checkpoint.pieces import Piece
 from elastictrain.checkpoint.reader import CheckpointReader
 from elastictrain.errors import UsageError
 
-FORMATS = ("safetensors", "torch", "dcp")
+FORMATS = ("safetensors", "hf", "torch", "dcp")
 FILE_BYTES = 4 << 30  # of one file of a safetensors export, unless one tensor is larger
 VERIFY_BYTES = 256 << 20  # in memory at a time
 
@@ -41,10 +43,18 @@ def export(reader: CheckpointReader, output: Path, *, to: str, only: str = "", s
         strip: take ``only`` off the names.
 
     Raises:
-        UsageError: the folder is there, or no name begins so.
+        UsageError: the folder is there, no name begins so, or it is "hf" and the run has no model of transformers.
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to} is unknown: use {', '.join(FORMATS)}")
+    model = reader.about.get("transformers") if to == "hf" else None
+    if model is not None:
+        only, strip = only + str(model["prefix"]), True
+    elif to == "hf":
+        raise UsageError(
+            f"--to hf is for a run whose task holds a model of transformers, and {reader.url} says of none: use"
+            " --to safetensors"
+        )
     names = sorted(name for name in reader.tensors if name.startswith(only))
     if not names:
         some = ", ".join(sorted({name.split(".")[0] + "." for name in reader.tensors}))
@@ -54,8 +64,9 @@ def export(reader: CheckpointReader, output: Path, *, to: str, only: str = "", s
     output.mkdir(parents=True)
     renamed = {name: name[len(only) :] if strip else name for name in names}
     try:
-        if to == "safetensors":
-            return _to_safetensors(reader, output, renamed)
+        if to in ("safetensors", "hf"):
+            configs = [] if model is None else _write_configs(output, model, reader, names)
+            return [*configs, *_to_safetensors(reader, output, renamed)]
         return _to_torch(reader, output, renamed, as_dcp=to == "dcp")
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)
@@ -90,12 +101,30 @@ def _to_safetensors(reader: CheckpointReader, output: Path, names: dict[str, str
                     view = memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
                     while view:
                         view = view[file.write(view) :]
+                    del flat, view  # before the next one is read
                 place[one.name] = path.name
         written.append(path)
     total = sum(_bytes_of(reader, name) for name in names)
     index = output / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": place}, indent=1))
     return [*written, index]
+
+
+def _write_configs(
+    output: Path, model: Mapping[str, Any], reader: CheckpointReader, names: Sequence[str]
+) -> list[Path]:
+    """``config.json`` and ``generation_config.json``; the dtype is the one that most of the weights are saved in."""
+    sizes: Counter[str] = Counter()
+    for name in names:
+        if (dtype := reader.tensors[name].dtype).is_floating_point:
+            sizes[str(dtype).removeprefix("torch.")] += _bytes_of(reader, name)
+    contents = {"config.json": model["config"], "generation_config.json": model["generation"]}
+    if sizes:
+        contents["config.json"] = {**model["config"], "dtype": sizes.most_common(1)[0][0]}
+    written = [output / name for name, content in contents.items() if content is not None]
+    for path in written:
+        path.write_text(json.dumps(contents[path.name], indent=2) + "\n")
+    return written
 
 
 def _share_out(reader: CheckpointReader, names: Sequence[str]) -> Iterator[list[str]]:

@@ -91,7 +91,9 @@ def verify(run_dir: str, step: int | None) -> int:
 
 @checkpoint.command()
 @click.argument("run_dir")
-@click.option("--to", type=click.Choice(["safetensors", "torch", "dcp"]), default="safetensors", show_default=True)
+@click.option(
+    "--to", type=click.Choice(["safetensors", "hf", "torch", "dcp"]), default="safetensors", show_default=True
+)
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="A new local folder.")
 @click.option("--step", type=int, help="This step instead of the newest.")
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -112,10 +113,33 @@ def test_export_of_a_sharded_run_in_every_format(
     capsys.readouterr()
     assert command("export", run_dir, "-o", tmp_path / "st") == 2
     assert command("export", run_dir, "--prefix", "ema.", "-o", tmp_path / "ema") == 2
+    assert command("export", run_dir, "--to", "hf", "-o", tmp_path / "ema") == 2
     err = capsys.readouterr().err
+    assert err.count("\n") == 3 and "--to hf is for a run whose task holds a model of transformers, and" in err
     assert "is there already: choose a new folder" in err
     assert "no tensor's name begins with 'ema.'; they begin with model., optim." in err
     assert not (tmp_path / "ema").exists()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_an_export_holds_one_tensor_at_a_time(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"transformers": {"prefix": "net.", "config": {"model_type": "none"}, "generation": None}}
+    state = {f"model.net.{number}": torch.full((12_345,), float(number)) for number in range(5)}
+    run = manager(str(tmp_path / "run")).save(1, state, about=about).path
+    num_held, load = [], export._load
+    del state
+
+    def count(*args: object) -> Tensor:
+        one = load(*args)  # type: ignore[arg-type]
+        held = [found for found in gc.get_objects() if type(found) is Tensor and found.nbytes == one.nbytes]
+        num_held.append(len({found.untyped_storage().data_ptr() for found in held}))
+        return one
+
+    monkeypatch.setattr(export, "_load", count)
+    gc.collect()
+    export.export(CheckpointReader(run), tmp_path / "out", to=to, only="model.")
+    assert num_held == [1] * 5
+    assert (tmp_path / "out" / "config.json").exists() == (to == "hf")
 
 
 def test_an_export_of_what_is_damaged_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:

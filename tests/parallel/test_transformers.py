@@ -5,6 +5,7 @@ Tiny models from config classes; nothing is downloaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from elastictrain import UsageError
+from elastictrain import CheckpointConfig, Trainer, UsageError
+from elastictrain.checkpoint import CheckpointReader, resolve
+from elastictrain.checkpoint.export import export
 from elastictrain.own_plan import own_plan
 from elastictrain.parallel.build import configure
 from elastictrain.parallel.deferred import record
 from elastictrain.parallel.plans import read_plan
+from tests.helpers import run_ranks
 from tests.parallel.fits import check, refusals
 from tests.parallel.kinds import VOCAB, LanguageModel
 
@@ -187,6 +191,50 @@ def test_pretrained_weights(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(task.model.state_dict()[key], value) for key, value in expected.state_dict().items())
     assert torch.equal(task.model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
     assert (task.model.lm_head.weight is task.model.model.embed_tokens.weight) == (name == "qwen2")
+
+
+EXPORTED = [("qwen2", "pp=2"), ("mixtral", "tp=2"), ("llama", "dp_shard=2")]  # tied over stages; experts; sharded
+
+
+def _save(rank: int, world_size: int, folder: Path) -> None:
+    for name, mesh in EXPORTED:
+        config = CheckpointConfig(every_seconds=None)
+        Trainer(
+            run_dir=str(folder / name),
+            max_steps=2,
+            global_batch_size=8,
+            micro_batch_size=4,
+            mesh=mesh,
+            checkpoint=config,
+        ).fit(make(name))
+
+
+@pytest.mark.slow
+def test_an_export_is_a_model_of_the_library(tmp_path: Path) -> None:
+    """Of a run in any layout: the same logits, nothing left over, the same names for the sharing of weights."""
+    run_ranks(_save, 2, tmp_path, timeout=150)
+    tokens = torch.randint(VOCAB, (2, 12))
+    for name, _ in EXPORTED:
+        reader = CheckpointReader(resolve(str(tmp_path / name)))
+        files = export(reader, tmp_path / f"{name}-hf", to="hf", only="model.")
+        assert {"config.json", "generation_config.json"} < {file.name for file in files}
+        config = json.loads((tmp_path / f"{name}-hf" / "config.json").read_text())
+        assert config["dtype"] == "float32" and config["architectures"][0].endswith("ForCausalLM")
+        assert not config["architectures"][0].startswith("FSDP")
+        task = make(name)
+        task.configure_model()
+        state = {f"model.{key}": torch.empty_like(value) for key, value in task.state_dict().items()}
+        reader.load({key: value for key, value in state.items() if key in reader.tensors})
+        task.load_state_dict(
+            {key.removeprefix("model."): state[key] for key in reader.tensors if key in state}, strict=False
+        )
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"{name}-hf", output_loading_info=True
+        )
+        assert type(loaded) is type(task.model)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(tokens).logits, task.model.eval()(tokens).logits), name
 
 
 # ---- plans of models ------------------------------------------------------------------------------------------------
