@@ -2,6 +2,8 @@
 
     python benchmarks/step_overhead.py [--repeats 30] [--steps 400]
 
+"unwatched" is ours without the ThroughputMonitor that is there otherwise.
+
 The same module trains on the same pre-made batches. Ours and Lightning's log three values every step, with the progress
 bar drawn (to a terminal that goes nowhere) and TensorBoard files written. A run is short and there are many of them,
 interleaved in random order, because a shared machine changes its speed from second to second; each gives the mean CPU
@@ -33,7 +35,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from torch import Tensor, nn
 
-from elastictrain import CheckpointConfig, Trainer
+from elastictrain import Callback, CheckpointConfig, Trainer
 from elastictrain.callbacks import ProgressBar
 
 SIZES = {"tiny": (8, 4, 1), "10ms": (512, 64, 5)}  # width, batch, layers
@@ -98,10 +100,18 @@ def bare(size: str, data: Batches, folder: str) -> None:
         optimizer.step()
 
 
-def ours(size: str, data: Batches, folder: str) -> None:
+class NoThroughputMonitor(Callback):
+    """Stands where the monitor would be, and does nothing at all."""
+
+
+def ours(size: str, data: Batches, folder: str, *more: Callback) -> None:
     bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True, width=120))
-    trainer = Trainer(run_dir=folder, max_epochs=1, callbacks=[bar], checkpoint=CheckpointConfig(at_end=False))
+    trainer = Trainer(run_dir=folder, max_epochs=1, callbacks=[bar, *more], checkpoint=CheckpointConfig(at_end=False))
     trainer.fit(Module(size), train_dataloaders=data)
+
+
+def unwatched(size: str, data: Batches, folder: str) -> None:
+    ours(size, data, folder, NoThroughputMonitor())
 
 
 def lightning(size: str, data: Batches, folder: str) -> None:
@@ -119,7 +129,12 @@ def lightning(size: str, data: Batches, folder: str) -> None:
 
 def measure(size: str, *, repeats: int, steps: int) -> dict[str, list[tuple[float, float]]]:
     """(CPU, wall) microseconds per step of every repeat."""
-    ways: dict[str, Callable[[str, Batches, str], None]] = {"bare": bare, "elastictrain": ours, "lightning": lightning}
+    ways: dict[str, Callable[[str, Batches, str], None]] = {
+        "bare": bare,
+        "elastictrain": ours,
+        "unwatched": unwatched,
+        "lightning": lightning,
+    }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name in random.Random(repeat).sample(list(ways), len(ways)):
@@ -146,6 +161,9 @@ def report(size: str, found: dict[str, list[tuple[float, float]]], *, steps: int
             ratio = statistics.median(a / b for a, b in zip(mine, bare, strict=True))
             columns.append(f"{label} {statistics.median(mine):7.0f} µs ({more:+6.0f} µs, {ratio:6.3f}×)")
         print(f"  {name:13s} " + "   ".join(columns))
+    pairs = zip(found["elastictrain"], found["unwatched"], strict=True)
+    more = statistics.median(with_it[0] - without[0] for with_it, without in pairs)
+    print(f"  the monitor   cpu {more:+.1f} µs")
 
 
 def main() -> None:

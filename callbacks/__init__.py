@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elastictrain.callbacks.learning_rate_monitor import LearningRateMonitor
     from elastictrain.callbacks.mixed_precision import MixedPrecision
     from elastictrain.callbacks.progress import ProgressBar
+    from elastictrain.callbacks.throughput_monitor import ThroughputMonitor
 
 HOME = {
     "ActivationCheckpointing": "elastictrain.callbacks.activation_checkpointing",
@@ -33,6 +34,7 @@ HOME = {
     "LearningRateMonitor": "elastictrain.callbacks.learning_rate_monitor",
     "MixedPrecision": "elastictrain.callbacks.mixed_precision",
     "ProgressBar": "elastictrain.callbacks.progress",
+    "ThroughputMonitor": "elastictrain.callbacks.throughput_monitor",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "LearningRateMonitor",
     "MixedPrecision",
     "ProgressBar",
+    "ThroughputMonitor",
 ]
 
 

@@ -17,6 +17,8 @@ from elastictrain.reporting import start_loggers
 from elastictrain.resuming import Resumption
 from elastictrain.session import Session
 
+ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/")  # values that are not of the model
+
 
 class Announcer:
     """Tells what happens to one session."""
@@ -88,9 +90,7 @@ class Announcer:
 
     def _final(self, loop: FitLoop) -> Final:
         c = self._session.counters
-        shown = {
-            name: value for name, value in loop.reporter.latest.items() if not name.startswith(("time/", "throughput/"))
-        }
+        shown = {name: value for name, value in loop.reporter.latest.items() if not name.startswith(ABOUT_THE_RUN)}
         outcome = {None: "finished", "interrupt": "interrupted", "preempt": "preempted"}
         return Final(
             outcome=outcome[loop.stopped.value if loop.stopped is not None else None],

@@ -30,6 +30,7 @@ from elastictrain.compat.lightning import (
 from elastictrain.compat.supported import check_dataloader_idx, check_optimizers
 from elastictrain.compat.torch import empty_optimizers
 from elastictrain.compat.torchmetrics import share_metrics
+from elastictrain.counting import FlopsPerSample
 from elastictrain.data.choose import Sizes, choose_feed
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.errors import UnsupportedError, UsageError
@@ -150,6 +151,8 @@ class Builder:
             build = lambda: s.hooks.within("configure_model", s.task.configure_model)  # noqa: E731
             recipe, notes = configure(s.task, build, defer=isinstance(s.task, Task), seed=s.settings.seed)
             self.notes += notes
+        if s.purpose == "fit":
+            s.flops_per_sample = FlopsPerSample(s)
         s.built = lay_out(
             s.task,
             recipe,

@@ -11,7 +11,7 @@ before the module's hook of the same moment; the trainer times each one. A hook 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -38,6 +38,30 @@ class RunInfo(NamedTuple):
     micro_batch_size: int
     num_slots: int
     optimizers: Sequence[Optimizer] = ()  # the user's own; none before the model is built
+    device: str = "cpu"  # kind of device of every rank: "cpu", "cuda", …
+    precision: str = "fp32"  # of forward and backward passes
+    flops_per_sample: Callable[[], float | None] = lambda: None  # of forward and backward; known once a step has run
+
+
+class Timings(NamedTuple):
+    """Where this rank's host spent the steps since the last log step, validations and saves left out.
+
+    Seconds over all of these steps. The parts do not overlap; what is left of ``total`` is the trainer's own.
+    """
+
+    num_steps: int
+    samples: int  # used in them, over all ranks; so are ``tokens``
+    tokens: int
+    total: float
+    data: float  # waiting for the next microbatch
+    forward_backward: float
+    optimizer: float
+    communication: float  # waiting for gradients of other ranks behind the last backward pass
+    callbacks: float  # hooks of elastictrain's callbacks
+    logging: float  # log steps, without the above
+    device: float  # of log steps: waiting until the accelerator has done what was asked of it
+    hooks: Mapping[str, float]  # Lightning's hooks, by name
+    queued: int | None  # microbatches that loader processes have ready; None: there are none, or it cannot be known
 
 
 class StepInfo(NamedTuple):
@@ -54,6 +78,8 @@ class StepInfo(NamedTuple):
     grad_norm: Tensor | None = (
         None  # of all gradients, over the whole mesh, before clipping; None if not clipped by norm
     )
+    seconds: float = 0.0  # since the step before it ended, without validations and saves in between; the host's clock
+    timings: Timings | None = None  # for ``on_log``
 
 
 class ValidationInfo(NamedTuple):

@@ -74,6 +74,7 @@ class FitLoop:
         s.hooks("on_train_start")
         if s.counters.step == 0 and s.settings.val_every is not None and isinstance(s.task, Task):
             self._validate(0)  # where the curve begins, and a mistake in validation_step shows at once
+        self.reporter.start()
         while not self._is_done():
             self._epoch()
         if self.stopped is None:
@@ -192,22 +193,22 @@ class FitLoop:
         if not s.val_loaders or self._validated_step == number:
             return
         self._validated_step = number
-        for callback in s.callbacks:
-            callback.on_validation_start(s.info())
-        s.publish(s.logbook.steps())
-        s.stage = "validate"
-        if "on_validation_model_zero_grad" in s.hooks.own:
-            s.hooks("on_validation_model_zero_grad")
-        else:
-            s.task.zero_grad()
-        s.stage = "train"
-        results = self._evaluator.run("validate", s.val_loaders)
-        metrics = {name: value for result in results for name, value in result.items()}
-        self.reporter.values(number, metrics)
-        for callback in s.callbacks:
-            callback.on_validation_end(ValidationInfo(number, s.counters.samples, s.counters.epoch, metrics))
-        self._ask_stoppers()
-        self.reporter.pause()
+        with self.reporter.pausing():
+            for callback in s.callbacks:
+                callback.on_validation_start(s.info())
+            s.publish(s.logbook.steps())
+            s.stage = "validate"
+            if "on_validation_model_zero_grad" in s.hooks.own:
+                s.hooks("on_validation_model_zero_grad")
+            else:
+                s.task.zero_grad()
+            s.stage = "train"
+            results = self._evaluator.run("validate", s.val_loaders)
+            metrics = {name: value for result in results for name, value in result.items()}
+            self.reporter.values(number, metrics)
+            for callback in s.callbacks:
+                callback.on_validation_end(ValidationInfo(number, s.counters.samples, s.counters.epoch, metrics))
+            self._ask_stoppers()
 
     def _ask_stoppers(self) -> None:
         answers = [should_stop() for should_stop in self._stoppers]  # ask all: they may count
@@ -257,8 +258,10 @@ class FitLoop:
     def _begin_save(self, manager: CheckpointManager) -> None:
         """A checkpoint of this step, written while training goes on, unless there is one."""
         s, step = self._session, self._session.counters.step
-        if self._saved_step != step:
-            self._check_lease()
+        if self._saved_step == step:
+            return
+        self._check_lease()
+        with self.reporter.pausing():
             self._saved_at = time.monotonic()
             is_under_way, committed = manager.begin(step, **self._content())
             if is_under_way:
@@ -268,7 +271,6 @@ class FitLoop:
             self._tell(committed)
             if s.recorder is not None:
                 s.recorder.flush()
-            self.reporter.pause()
 
     def _save_now(self) -> None:
         """A committed checkpoint of this step."""
@@ -276,18 +278,18 @@ class FitLoop:
         if self._manager is None:
             return
         self._check_lease()
-        if self._manager.is_busy:
-            failed = self._manager.num_failed
-            self._tell(self._manager.wait())
-            if self._manager.num_failed > failed:
-                self._saved_step = -1  # it may have been this step's
-        if self._saved_step != step:
-            info = self._manager.save(step, **self._content())
-            self._saved_step = step
-            self._tell([info])
-        if s.recorder is not None:
-            s.recorder.flush()
-        self.reporter.pause()
+        with self.reporter.pausing():
+            if self._manager.is_busy:
+                failed = self._manager.num_failed
+                self._tell(self._manager.wait())
+                if self._manager.num_failed > failed:
+                    self._saved_step = -1  # it may have been this step's
+            if self._saved_step != step:
+                info = self._manager.save(step, **self._content())
+                self._saved_step = step
+                self._tell([info])
+            if s.recorder is not None:
+                s.recorder.flush()
 
     def _end(self) -> None:
         """Training is over: save if asked to, and wait for what is under way in any case."""

@@ -173,7 +173,7 @@ def attach(session: Session, runner: StepRunner) -> None:
 
 
 def _add_callbacks(session: Session) -> None:
-    """The module's own callbacks win over the trainer's of their class, as in Lightning; a bar where there is none."""
+    """The module's own callbacks win over the trainer's of their class, as in Lightning; some are always there."""
     s = session
     returned = call_hook(s.task, "configure_callbacks")
     own: list[Any] = list(returned) if isinstance(returned, Sequence) else [returned]
@@ -183,9 +183,12 @@ def _add_callbacks(session: Session) -> None:
     s.lightning_callbacks = [*(c for c in s.lightning_callbacks if type(c) not in replaced), *lightnings]
     s.plan = _plan(s.settings, s.callbacks)
     _check_layout(s.settings, s.task, s.plan, s.purpose)  # again, with what the module's own callbacks change
-    everyone: list[Any] = [*s.callbacks, *s.lightning_callbacks]
-    bars = [c for c in everyone if "ProgressBar" in type(c).__name__]
-    if s.purpose == "fit" and s.ranks.is_main and not bars:
-        bar = resolve_callback("progress")
-        assert isinstance(bar, Callback)
-        s.callbacks = [*s.callbacks, bar]
+    there = [type(c).__name__ for c in [*s.callbacks, *s.lightning_callbacks]]
+    for name, where, alike in (
+        ("throughput-monitor", True, "ThroughputMonitor"),
+        ("progress", s.ranks.is_main, "ProgressBar"),
+    ):
+        if s.purpose == "fit" and where and not any(alike in one for one in there):
+            callback = resolve_callback(name)
+            assert isinstance(callback, Callback)
+            s.callbacks = [*s.callbacks, callback]

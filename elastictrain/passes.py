@@ -46,6 +46,7 @@ class Passes:
         self._splits_loss = built.tensor is not None and built.tensor.splits_loss
         self._context = built.context
         self._stats = built.running_stats if built.running_stats else None
+        self._meets = any(part is not None for part in (built.sharded, built.gradients, built.tensor))
         self._takes_index = num_parameters(s.task.training_step) > 1
         compute = s.plan.precision.compute
         self.autocast: Callable[[], Any] | None = None
@@ -200,10 +201,12 @@ class Passes:
                 self._hooks("backward", loss)
             else:
                 loss.backward()
-        if gradients is not None and is_last:
-            gradients.finish()
-        if is_last:
+        if is_last and self._meets:
+            started = time.perf_counter()
+            if gradients is not None:
+                gradients.finish()
             self._finish()
+            s.seconds[3] += time.perf_counter() - started
         if "on_after_backward" in self._anyone:
             self._hooks("on_after_backward")
 

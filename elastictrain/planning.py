@@ -161,10 +161,15 @@ def _has_loss(task: LightningModule) -> bool:
 
 def _hollow(task: LightningModule) -> tuple[LightningModule, FakeTensorMode]:
     made, mode = hollow(task)
-    assert isinstance(made, LightningModule)
-    made.__dict__["log"] = made.__dict__["log_dict"] = lambda *args, **kwargs: None
-    made.trainer = _Horizon()  # type: ignore[assignment]
-    return made.train(), mode
+    return detached(made), mode
+
+
+def detached(copied: nn.Module) -> LightningModule:
+    """A copy of a task that knows no trainer and logs nowhere, in training mode."""
+    assert isinstance(copied, LightningModule)
+    copied.__dict__["log"] = copied.__dict__["log_dict"] = lambda *args, **kwargs: None
+    copied.trainer = _Horizon()  # type: ignore[assignment]
+    return copied.train()
 
 
 def _measure_optimizers(task: LightningModule, notes: list[str]) -> State | None:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from elastictrain.callback import Callback, StepInfo
+from elastictrain.callback import Callback, StepInfo, Timings
 from elastictrain.compat.lightning import logged_hparams
 from elastictrain.compat.self_log import samples_in_batch
 from elastictrain.data.slots import Work
 from elastictrain.elastic.membership import StopReason
-from elastictrain.metrics.throughput import Throughput, count_tokens
+from elastictrain.metrics.throughput import count_tokens
 from elastictrain.session import Session
 
 LOSS = "train/loss"
+
+# Lightning's hooks that run within what is timed as computing, or as the optimizer; and those that are it.
+_IN_COMPUTE = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward")
+_IN_OPTIMIZER = ("on_before_optimizer_step", "configure_gradient_clipping")
+_NO_HOOKS = ("backward", "optimizer_step")
 
 
 class Agreed(NamedTuple):
@@ -30,6 +36,17 @@ class Agreed(NamedTuple):
     settle: bool  # some rank knows how a save went
     stop: StopReason | None
     is_lost: bool  # another job has taken the run directory
+
+
+class _Sums(NamedTuple):
+    """What has been spent by a moment."""
+
+    now: float
+    step: int
+    samples: int
+    tokens: int
+    seconds: tuple[float, ...]
+    hooks: dict[str, float]
 
 
 NOTHING = Agreed(save=False, settle=False, stop=None, is_lost=False)
@@ -104,13 +121,14 @@ class Reporter:
         self._units: tuple[int, float] | None = None  # samples in what the data counts, tokens in a sample
         self._epoch_steps: int | None = None
         self._epoch_is_known = False
-        self._watch_seconds = 0.0
-        self._throughput = Throughput()
-        self._since = time.perf_counter()
-        self._steps = 0  # since the last log step
-        self._hook_seconds: dict[str, float] = {}
+        self._watching = self._logging = self._waiting = self._paused = 0.0  # seconds
+        self.start()
         self.latest: dict[str, float] = {}  # the last value of everything logged
-        self._mark(time.perf_counter())
+
+    def start(self) -> None:
+        """The next step begins; what was before does not belong to any."""
+        self._ended, self._paused_then = time.perf_counter(), self._paused  # the last step
+        self._before = self._sums(self._ended, is_done=False)  # at the last log step
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +161,6 @@ class Reporter:
         s = self._session
         c = s.counters
         number = c.step + 1
-        self._steps += 1
         values: dict[str, float] | None = None
         agreed = NOTHING
         if number % self._log_every == 0 or s.should_stop:
@@ -151,30 +168,40 @@ class Reporter:
         if self._watchers:
             if work.step_in_epoch == 0 or not self._epoch_is_known:
                 self._epoch_steps, self._epoch_is_known = s.chosen.feed.steps_per_epoch, True
-            info = self._info(number, values)
             started = time.perf_counter()
+            seconds = started - self._ended - (self._paused - self._paused_then)
+            self._ended, self._paused_then = started, self._paused
+            info = self._info(number, values, seconds)
             for watch in self._watchers:
                 watch(info)
-            self._watch_seconds += time.perf_counter() - started
+            self._watching += time.perf_counter() - started
         return agreed
 
-    def _info(self, number: int, values: Mapping[str, float] | None) -> StepInfo:
+    def _info(
+        self, number: int, values: Mapping[str, float] | None, seconds: float, timings: Timings | None = None
+    ) -> StepInfo:
         s, c = self._session, self._session.counters
-        return StepInfo(number, c.samples, c.tokens, c.epoch, s.loss, values, self._bar, self._epoch_steps, s.grad_norm)
+        so_far = number, c.samples, c.tokens, c.epoch
+        return StepInfo(*so_far, s.loss, values, self._bar, self._epoch_steps, s.grad_norm, seconds, timings)
 
     def _of_callbacks(self, number: int) -> dict[str, float | Tensor]:
         """What callbacks have to log."""
+        started = time.perf_counter()
+        timings = self._close_window(started)
         if not self._sources:
             return {}
-        started, info = time.perf_counter(), self._info(number, None)
+        info = self._info(number, None, started - self._ended - (self._paused - self._paused_then), timings)
         values = {name: value for source in self._sources for name, value in source(info).items()}
-        self._watch_seconds += time.perf_counter() - started
+        self._watching += time.perf_counter() - started
         return values
 
     def _log_step(self, number: int, work: Work) -> tuple[dict[str, float], Agreed]:
         s = self._session
         loss, mesh = s.loss, s.mesh
+        started = time.perf_counter()
         share = loss.item() if loss is not None and mesh.counts else 0.0
+        waited = time.perf_counter() - started
+        self._waiting += waited
         if s.chosen.by_microbatch and s.task.automatic_optimization:
             share *= s.accumulation / work.num_slots  # Lightning divides a short last window by the full one's size
         requested = s.membership.requested
@@ -191,7 +218,9 @@ class Reporter:
             ]
         )
         values: dict[str, float] = {}
+        self._logging += time.perf_counter() - started - waited
         of_callbacks = self._of_callbacks(number)
+        started = time.perf_counter()
         if s.ranks.rank == mesh.first_rank:
             logged = {**of_callbacks, **s.logbook.steps().log}
             values = {name: value.item() if isinstance(value, Tensor) else value for name, value in logged.items()}
@@ -202,51 +231,56 @@ class Reporter:
             values.update(s.logbook.synced_steps(mesh.gather))
         if sums[1]:
             values.setdefault(LOSS, sums[0])
-        values |= self._speed()
         self.latest.update(values)
         if s.recorder is not None:
             s.recorder.log(number, s.counters.samples, values, epoch=s.counters.epoch)
+        self._logging += time.perf_counter() - started
         stop = None if not sums[4] else StopReason.PREEMPT if sums[5] else StopReason.INTERRUPT
         return values, Agreed(bool(sums[3]), bool(sums[6]), stop, bool(sums[7]))
 
-    def _speed(self) -> dict[str, float]:
-        """Where the time since the last log step went, in seconds per step, and the rates."""
-        now, steps = time.perf_counter(), self._steps
-        hooks = self._session.hooks.seconds
-        data, compute, optimizer = self._session.seconds
-        values = {
-            "time/step": (now - self._since) / steps,
-            "time/data": data / steps,
-            "time/forward_backward": compute / steps,
-            "time/optimizer": optimizer / steps,
-            "time/callbacks": self._watch_seconds / steps,
-        }
-        for name, seconds in hooks.items():
-            if spent := seconds - self._hook_seconds.get(name, 0.0):
-                values[f"time/hook/{name}"] = spent / steps
-        self._mark(now)
-        if self._throughput.samples_per_second:
-            values["throughput/samples_per_second"] = self._throughput.samples_per_second
-            if self._throughput.tokens_per_second:
-                values["throughput/tokens_per_second"] = self._throughput.tokens_per_second
-        self._begin_window(now)
-        return values
+    # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _begin_window(self, now: float) -> None:
-        self._since, self._steps, self._watch_seconds = now, 0, 0.0
-        self._hook_seconds = dict(self._session.hooks.seconds)
-        self._session.seconds[:] = [0.0, 0.0, 0.0]
+    def _close_window(self, now: float) -> Timings:
+        """Where the time since the last log step went."""
+        c, sums = self._session.counters, self._sums(now)
+        before, self._before = self._before, sums
+        spent = [new - old for new, old in zip(sums.seconds, before.seconds, strict=True)]
+        hooks = {name: s - before.hooks.get(name, 0.0) for name, s in sums.hooks.items()}
+        hooks = {name: s for name, s in hooks.items() if s and name not in _NO_HOOKS}
+        data, compute, optimizer, communication, callbacks, logging, device, paused = spent
+        return Timings(
+            num_steps=c.step + 1 - before.step,
+            samples=c.samples - before.samples,
+            tokens=c.tokens - before.tokens,
+            total=now - before.now - paused,
+            data=data,
+            forward_backward=max(0.0, compute - communication - sum(hooks.get(name, 0.0) for name in _IN_COMPUTE)),
+            optimizer=max(0.0, optimizer - sum(hooks.get(name, 0.0) for name in _IN_OPTIMIZER)),
+            communication=communication,
+            callbacks=callbacks,
+            logging=logging,
+            device=device,
+            hooks=hooks,
+            queued=self._session.chosen.feed.queued,
+        )
 
-    def _mark(self, now: float) -> None:
-        c = self._session.counters
-        self._throughput.mark(now, step=c.step, samples=c.samples, tokens=c.tokens)
+    def _sums(self, now: float, *, is_done: bool = True) -> _Sums:
+        """What has been spent since training began."""
+        s, c = self._session, self._session.counters
+        seconds = (*s.seconds, self._watching, self._logging, self._waiting, self._paused)
+        return _Sums(now, c.step + is_done, c.samples, c.tokens, seconds, dict(s.hooks.seconds))
 
-    def pause(self) -> None:
-        """A validation or a checkpoint took the time since the last step: it is not the steps'."""
-        self._throughput.pause()
-        now = time.perf_counter()
-        self._begin_window(now)
-        self._mark(now)
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around a validation or a save, between two steps: its time is not the steps'."""
+        started, hooks = time.perf_counter(), self._session.hooks.seconds
+        before = dict(hooks)
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - started
+            hooks.clear()
+            hooks.update(before)
 
     # ---- epochs and validations ------------------------------------------------------------------------------------
 

@@ -115,8 +115,9 @@ class Session:
     grad_norm: Tensor | None = None  # of all gradients of it before clipping; None where nothing was clipped by it
     somebody_idles: bool = False  # in the running turn some rank has nothing to compute
     seconds: list[float] = field(
-        default_factory=lambda: [0.0, 0.0, 0.0]
-    )  # of steps, since the last log step: waiting for data, forward and backward, optimizer
+        default_factory=lambda: [0.0, 0.0, 0.0, 0.0]
+    )  # of all steps: waiting for data, forward and backward, optimizer, gradients of other ranks
+    flops_per_sample: Callable[[], float | None] = lambda: None  # known once a step has run
     logbook: LogBook = field(default_factory=lambda: LogBook(training=True))
     rounds: dict[int, int] = field(
         default_factory=dict
@@ -218,4 +219,7 @@ class Session:
             micro_batch_size=plan.micro_batch_size,
             num_slots=plan.num_slots,
             optimizers=tuple(self.optimizers),
+            device=self.device.type,
+            precision=self.plan.precision.compute,
+            flops_per_sample=self.flops_per_sample,
         )

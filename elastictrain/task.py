@@ -104,7 +104,9 @@ class Task(LightningModule):
         return None
 
     def flops_per_sample(self) -> float | None:
-        """Floating-point operations of one sample's forward and backward pass. Nothing reads it in this version.
+        """Floating-point operations of one sample's forward and backward pass, for MFU.
+
+        None: counted, where there are ``forward`` and ``loss``. What is computed again to save memory does not count.
 
         For a decoder about ``6 * num_parameters * tokens``, and ``12 * num_layers * dim * tokens ** 2`` more for attention
         without a mask (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); of a mixture, those experts count that a

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "argument_names",
+    "batches_ready",
     "empty_optimizers",
     "hollow",
     "init_call",
     "is_random",
     "is_view",
+    "on_meta",
     "scale_",
     "storage_key",
     "tree_leaves",
@@ -43,6 +46,20 @@ def storage_key(tensor: Tensor) -> int:
     A meta tensor's ``data_ptr()`` is 0, so the address of the storage object itself is the only identity there is.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def batches_ready(iterator: Any) -> int | None:
+    """Batches that loader processes have ready for an iterator of a ``DataLoader``; None where it has no processes.
+
+    Its own queue is asked, and not emptied.
+    """
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return None
+    early = sum(len(info) > 1 for info in iterator._task_info.values())  # came before their turn
+    try:
+        return early + int(iterator._data_queue.qsize())
+    except NotImplementedError:  # macOS
+        return None
 
 
 @contextmanager
@@ -112,13 +129,30 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def hollow(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
     """A copy of the modules with tensors without elements; other attributes are shared with the original."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _copied(module, mode, "cpu"), mode
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of the modules on the meta device, with lists, dicts and sets of its own, the hooks among them.
+
+    Cheaper to run than :func:`hollow`, for code that makes its tensors where its inputs are.
+    """
+    copied = _copied(module, nullcontext(), "meta")
+    for one in copied.modules():
+        for name, value in one.__dict__.items():
+            if isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers", "_modules"):
+                one.__dict__[name] = copy.copy(value)
+    return copied
+
+
+def _copied(module: nn.Module, mode: AbstractContextManager[Any], device: str) -> nn.Module:
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor | None] = {id(None): None}
 
     def tensor(old: Tensor | None) -> Tensor | None:
         if old is not None and id(old) not in tensors:
             with mode:
-                new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype)
+                new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=device)
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
                     new.__dict__.update(old.__dict__)  # marks that user code left on it
@@ -133,4 +167,4 @@ def hollow(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
             new.__dict__["_modules"] = {name: c if c is None else one(c) for name, c in old._modules.items()}
         return modules[id(old)]
 
-    return one(module), mode
+    return one(module)

@@ -19,6 +19,7 @@ from typing import Any
 
 from elastictrain.data.randomness import seed_slot
 from elastictrain.data.slots import Slot, Work, mix
+from elastictrain.data.workers import Reading
 from elastictrain.errors import CheckpointError
 
 _END = object()
@@ -36,6 +37,7 @@ class IterableFeed:
         self.num_slots = num_slots
         self._epoch = self._consumed = self._steps = 0
         self._dp_rank, self._dp_size = 0, 1
+        self._reading = Reading()
         try:
             self._length: int | None = len(iterable)  # type: ignore[arg-type]
         except TypeError:
@@ -56,6 +58,10 @@ class IterableFeed:
             "data.consumed": self._consumed,
             "data.steps": self._steps,
         }
+
+    @property
+    def queued(self) -> int | None:
+        return self._reading.queued
 
     def local_state(self) -> dict[str, Any]:
         return {}
@@ -121,6 +127,7 @@ class IterableFeed:
         """The items of an epoch, each read under a seed of its own."""
         seed_slot(mix(self._seed, epoch))
         items = iter(self._iterable)
+        self._reading.watch(items)
         for number in itertools.count():
             seed_slot(mix(self._seed, epoch, number))
             if (item := next(items, _END)) is _END:

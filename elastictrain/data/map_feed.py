@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from elastictrain.data.order import Order
 from elastictrain.data.randomness import generators_kept, seed_slot
 from elastictrain.data.slots import Slot, SlotPlan, Work, mix
-from elastictrain.data.workers import shield
+from elastictrain.data.workers import Reading, shield
 from elastictrain.errors import CheckpointError
 
 
@@ -106,6 +106,7 @@ class MapFeed:
         self._steps = 0
         self._dp_rank, self._dp_size = 0, 1
         self._loader: DataLoader[Any] | None = None
+        self._reading = Reading()
 
     # ---- position --------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,10 @@ class MapFeed:
         if self._merge:
             return full + (rest > 0)
         return full * self._plan.num_slots + math.ceil(rest / self._plan.micro_batch_size)
+
+    @property
+    def queued(self) -> int | None:
+        return self._reading.queued
 
     def _size(self, epoch: int) -> int:
         size = self._order.size(epoch)
@@ -171,6 +176,7 @@ class MapFeed:
         epoch, size = self._epoch, self._size(self._epoch)
         with generators_kept():  # a loader draws a base seed when it starts
             batches = iter(self._loader)
+        self._reading.watch(batches)
         start, step, first_batch = self._consumed, self._steps, self._batches
         while start < size:
             stop = min(start + self._plan.global_batch_size, size)

@@ -99,6 +99,10 @@ class Feed(Protocol):
     def slots_per_epoch(self) -> int | None:
         """Microbatches in one epoch over all ranks, where known."""
 
+    @property
+    def queued(self) -> int | None:
+        """Microbatches that loader processes have ready; None where there are none, or it cannot be known."""
+
     def set_accumulation(self, num_slots: int) -> None:
         """From the next epoch on a global batch has so many slots."""
 

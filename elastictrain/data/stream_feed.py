@@ -23,7 +23,7 @@ from elastictrain.data.randomness import seed_slot
 from elastictrain.data.slots import Slot, SlotPlan, Work, mix
 from elastictrain.data.sources import check_shards
 from elastictrain.data.stream import Position, SampleStream, ShardReader
-from elastictrain.data.workers import shield
+from elastictrain.data.workers import Reading, shield
 from elastictrain.errors import CheckpointError, UnsupportedError, UsageError
 
 PREFIX = "data.stream."
@@ -130,6 +130,7 @@ class StreamFeed:
         self._ranks: tuple[int, int] | None = None
         self._complete = True  # every shard's position is known here, not only this rank's
         self._loader: Iterator[tuple[int, list[_Read]]] | None = None
+        self._reading = Reading()
 
     def _check_shards(self) -> None:
         slots, shards = self.plan.num_slots, self.num_shards
@@ -151,7 +152,11 @@ class StreamFeed:
         return ShardReader(self.stream, positions, num_shards=self.num_shards, seed=self._order_seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_loader": None}  # goes to loader processes, which start no others
+        return {**self.__dict__, "_loader": None, "_reading": None}  # goes to loader processes, which start no others
+
+    @property
+    def queued(self) -> int | None:
+        return self._reading.queued
 
     def set_accumulation(self, num_slots: int) -> None:
         raise UnsupportedError(
@@ -211,6 +216,7 @@ class StreamFeed:
             generator=torch.Generator().manual_seed(0),  # else it would draw from the training process' own
         )
         self._loader = iter(loader)
+        self._reading.watch(self._loader)
 
         def read(step: int) -> Iterator[_Read]:
             items: list[list[_Read]] = []

@@ -11,6 +11,30 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from elastictrain.compat.torch import batches_ready
+
+
+class Reading:
+    """The iterator of a loader that somebody reads, for those who only want to know how far ahead its processes are."""
+
+    def __init__(self) -> None:
+        self._iterator: Callable[[], Any] = lambda: None
+
+    def watch(self, iterator: Any) -> None:
+        """Look at this one from now on; it is not kept alive."""
+        try:
+            self._iterator = weakref.ref(iterator)
+        except TypeError:  # an iterator of a list or the like
+            self._iterator = lambda: None
+
+    @property
+    def queued(self) -> int | None:
+        """Batches that loader processes have ready; None where there are none."""
+        return batches_ready(self._iterator())
 
 
 def shield(worker: int) -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from elastictrain.compat.torch import (
     TorchDispatchMode,
     argument_names,
+    batches_ready,
     empty_optimizers,
     hollow,
     init_call,
     is_random,
     is_view,
+    on_meta,
     scale_,
     storage_key,
     tree_leaves,
@@ -27,6 +31,7 @@ from elastictrain.compat.torch import (
 )
 
 aten = torch.ops.aten
+HAS_CUDA = torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -156,6 +161,35 @@ def test_a_hollow_copy_has_shapes_and_no_elements() -> None:
     assert output.untyped_storage().nbytes() == 3 * (1 << 20) * 2
     assert storage_key(output[1]) == storage_key(output) != storage_key(copied.weight)
     assert net[0].weight.grad is None and not any(m.training != copied.training for m in copied.modules())
+
+
+def test_a_copy_on_meta_shares_no_lists_and_no_hooks() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    net.seen, net.other = [], object()
+    net.register_forward_hook(lambda module, args, output: module.seen.append(output))
+    copied = on_meta(net)
+    net[0].register_forward_pre_hook(lambda module, args: 1 / 0)
+    output = copied(torch.empty(7, 4, device="meta"))
+    output.sum().backward()
+    assert (output.device.type, copied[0].weight.grad.shape) == ("meta", (3, 4))
+    assert (len(copied.seen), net.seen) == (1, []) and copied.other is net.other
+    assert net[0].weight.grad is None and not net[0].weight.is_meta
+
+
+@pytest.mark.parametrize(
+    "pin", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_CUDA, reason="pins no memory"))]
+)
+def test_batches_that_loader_processes_have_ready(pin: bool) -> None:
+    loader = DataLoader(torch.arange(20).unsqueeze(1), num_workers=2, prefetch_factor=2, pin_memory=pin)
+    iterator = iter(loader)
+    deadline = time.monotonic() + 60
+    while batches_ready(iterator) != 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert next(iterator).item() == 0
+    list(iterator)
+    assert batches_ready(iterator) == 0
+    assert batches_ready(iter(DataLoader(torch.arange(3)))) is None and batches_ready(None) is None
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])

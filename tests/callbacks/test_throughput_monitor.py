@@ -1,0 +1,302 @@
+"""The monitor: rates, MFU, the split of a step, and that its figures are those that one counts by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastictrain import Callback, MeshConfig, Task, Trainer, UsageError
+from elastictrain.callback import RunInfo, StepInfo, Timings
+from elastictrain.callbacks import ThroughputMonitor
+from elastictrain.config import MeshShape
+from tests.helpers import logged, run_ranks
+from tests.parallel.lm import DIM, LM, SEQ, VOCAB
+from tests.trainer.tasks import Recorded
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def run_info(world_size: int = 1, **more: Any) -> RunInfo:
+    values: dict[str, Any] = {
+        "task": nn.Identity(),
+        "run_dir": None,
+        "rank": 0,
+        "generation": 0,
+        "step": 0,
+        "samples": 0,
+    }
+    values |= {"epoch": 0, "max_steps": 10, "max_epochs": None, "global_batch_size": 8, "micro_batch_size": 1}
+    shape = MeshShape(dp_replicate=world_size)
+    return RunInfo(world_size=world_size, mesh=shape, num_slots=8, **{**values, **more})
+
+
+def drive(monitor: ThroughputMonitor, seconds: list[float], *, log_every: int, step: int = 0) -> dict[str, float]:
+    """Steps of 8 samples and 80 tokens that take so long; what was logged last."""
+    values: dict[str, float] = {}
+    for start in range(0, len(seconds), log_every):
+        part = seconds[start : start + log_every]
+        for i, spent in enumerate(part):
+            step += 1
+            info = StepInfo(step, 8 * step, 80 * step, 0, None, None, {}, None, seconds=spent)
+            if i == log_every - 1:
+                n, total = len(part), sum(part)
+                timings = Timings(n, 8 * n, 80 * n, total, 0.25 * total, 0.5 * total, 0, 0, 0, 0, 0, {}, None)
+                values = dict(monitor.on_log(info._replace(timings=timings)))  # type: ignore[arg-type]
+            monitor.on_step_end(info)
+    return values
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 5, 10])
+def test_rates_are_of_the_window_without_the_steps_that_warm_up(log_every: int) -> None:
+    monitor = ThroughputMonitor(window=10)
+    monitor.on_generation_start(run_info(world_size=4, flops_per_sample=lambda: 3e9))
+    values = drive(monitor, [100.0, 7.0] + 8 * [0.5], log_every=log_every)
+    assert values["throughput/samples_per_second"] == pytest.approx(16.0)
+    assert values["throughput/tokens_per_second"] == pytest.approx(160.0)
+    assert values["throughput/tokens_per_second_per_device"] == pytest.approx(40.0)
+    assert values["throughput/tflops"] == pytest.approx(16 * 3e9 / 1e12)
+    assert "throughput/mfu" not in values, "nobody knows the peak of a CPU"
+    values = drive(monitor, 20 * [0.25], log_every=log_every, step=10)
+    assert values["throughput/samples_per_second"] == pytest.approx(32.0), "the slower ones are forgotten"
+    assert values["elastic/world_size"] == 4
+
+
+def test_percentiles_are_of_single_steps() -> None:
+    monitor = ThroughputMonitor(window=100)
+    monitor.on_generation_start(run_info())
+    durations = [i / 100 for i in range(1, 101)]
+    random.Random(0).shuffle(durations)
+    values = drive(monitor, [9.0, 9.0, *durations, 5.0], log_every=103)
+    assert "time/step_p50" in values and values["time/step"] == pytest.approx((18 + 50.5 + 5) / 103)
+    assert [values[f"time/step_{name}"] for name in ("p50", "p90", "p99", "max")] == [0.5, 0.9, 0.99, 1.0]
+
+
+def test_mfu_is_a_share_of_the_given_peak() -> None:
+    monitor = ThroughputMonitor(peak_tflops=2.0)
+    monitor.on_generation_start(run_info(world_size=2, flops_per_sample=lambda: 1e11))
+    values = drive(monitor, [1.0, 1.0, 0.8, 0.8], log_every=4)
+    assert values["throughput/mfu"] == pytest.approx(10 * 1e11 / (2 * 2e12))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="window=0"):
+        ThroughputMonitor(window=0)
+    with pytest.raises(UsageError, match="peak_tflops=-1"):
+        ThroughputMonitor(peak_tflops=-1)
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+class Ends(Callback):
+    """What a sample costs, as a callback is told."""
+
+    def on_generation_start(self, info: RunInfo) -> None:
+        self.info = info
+
+    def on_generation_end(self, info: RunInfo) -> None:
+        self.flops = self.info.flops_per_sample()
+
+
+def flops_of(task: Any, **options: Any) -> float | None:
+    ends = Ends()
+    options = {"global_batch_size": 8, "micro_batch_size": 2, **options}
+    Trainer(max_steps=1, callbacks=[ends], **options).fit(task)
+    return ends.flops
+
+
+class Chain(Task):
+    """Products of matrices, of which the first needs no gradient of its input."""
+
+    widths = (8, 32, 16, 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_losses, self.num_steps = [], 0
+
+    def configure_model(self) -> None:
+        sizes = zip(self.widths, self.widths[1:], strict=False)
+        self.net = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.num_losses.append(outputs.sum())
+        return outputs.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def train_dataset(self) -> Any:
+        return TensorDataset(torch.randn(16, 8))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_a_chain_of_products_is_counted_exactly_and_leaves_no_trace() -> None:
+    task = Chain()
+    by_hand = 6 * sum(a * b for a, b in zip(Chain.widths, Chain.widths[1:], strict=False)) - 2 * 8 * 32
+    assert flops_of(task) == by_hand
+    assert (task.num_steps, len(task.num_losses)) == (4, 4), "the task's own step runs as often as without"
+    assert all(not value.is_meta for value in task.num_losses)
+
+
+def test_a_transformer_is_counted_within_two_percent() -> None:
+    layers = 3
+    weights = layers * 12 * DIM * DIM + DIM * VOCAB
+    by_hand = 6 * weights * SEQ + 12 * layers * DIM * SEQ**2
+    found = flops_of(LM(num_layers=layers))
+    assert found == pytest.approx(by_hand, rel=0.02)
+
+
+def test_the_tasks_own_figure_wins() -> None:
+    class Told(Chain):
+        def flops_per_sample(self) -> float:
+            return 12345.0
+
+    assert flops_of(Told()) == 12345.0
+
+
+def test_code_that_needs_values_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert flops_of(LM(reads=True)) is None
+    assert "define flops_per_sample()" in caplog.text
+
+
+class OnlyStep(Chain):
+    """No loss of its own: its step may do anything, so it is not run a second time."""
+
+    loss = Task.loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return self(batch[0]).square().mean()
+
+
+def test_a_training_step_is_never_run_to_be_counted() -> None:
+    task = OnlyStep()
+    assert flops_of(task) is None
+    assert task.num_steps == 4
+
+
+# ---- in a run ------------------------------------------------------------------------------------------------------
+
+
+class Slow(TensorDataset):
+    """Each sample takes 5 ms."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+class Waits(Chain):
+    def train_dataset(self) -> Any:
+        return Slow(torch.randn(64, 8))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        time.sleep(0.03)
+
+
+def test_a_step_is_split_into_parts_that_add_up(tmp_path: Path) -> None:
+    Trainer(
+        run_dir=str(tmp_path), max_steps=6, global_batch_size=4, micro_batch_size=2, log_every=3, callbacks=[Tells()]
+    ).fit(Waits())
+    parts = ("data", "forward_backward", "communication", "optimizer", "hooks", "callbacks", "logging", "other")
+    for step in (3, 6):
+        value = {name: logged(tmp_path, f"time/{name}")[step] for name in ("step", *parts)}
+        assert sum(value[name] for name in parts) == pytest.approx(value["step"])
+        assert value["data"] >= 0.019, "four samples of 5 ms"
+        assert value["hooks"] >= 0.029 and value["hooks"] == logged(tmp_path, "time/hook/on_before_zero_grad")[step]
+        assert value["callbacks"] >= 0.009
+        assert min(value.values()) >= 0
+    assert logged(tmp_path, "time/step_p50")[6] >= 0.055
+    assert logged(tmp_path, "memory/host_peak_gib")[3] > 0.01
+    assert logged(tmp_path, "throughput/samples_per_second")[6] < 4 / 0.055
+    assert logged(tmp_path, "elastic/generation")[6] == 0
+    assert not list(logged(tmp_path, "throughput/loader_queue"))
+
+
+class Tells(Callback):
+    def on_step_end(self, info: StepInfo) -> None:
+        time.sleep(0.01)
+
+
+def test_validations_and_saves_are_not_the_steps_time(tmp_path: Path) -> None:
+    class Pauses(Recorded):
+        def on_validation_start(self) -> None:
+            time.sleep(0.3)
+
+    started = time.perf_counter()
+    Trainer(run_dir=str(tmp_path), max_steps=4, global_batch_size=24, log_every=2, val_every=1).fit(Pauses())
+    took = time.perf_counter() - started
+    steps = logged(tmp_path, "time/step")
+    assert 2 * sum(steps.values()) < took - 4 * 0.3, "four of the validations were within these steps"
+    assert not logged(tmp_path, "time/hook/on_validation_start")
+
+
+def test_turned_off(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"run_dir": str(tmp_path), "max_steps": 2, "global_batch_size": 24, "log_every": 1}
+    Trainer(callbacks=[ThroughputMonitor(enabled=False)], **options).fit(Recorded())
+    assert sorted(logged(tmp_path, "train/loss")) == [1, 2]
+    assert not logged(tmp_path, "time/step") and not logged(tmp_path, "elastic/world_size")
+
+
+def test_the_loaders_queue_is_told(tmp_path: Path) -> None:
+    class Loads(Waits):
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=2, num_workers=1, prefetch_factor=3)
+
+    Trainer(run_dir=str(tmp_path), max_steps=6, log_every=1).fit(Loads())
+    queued = logged(tmp_path, "throughput/loader_queue")
+    assert sorted(queued) == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= value <= 3 for value in queued.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(tp=2), MeshConfig(pp=2), MeshConfig(dp_shard=2), MeshConfig(dp_replicate=2)]
+)
+def test_every_layout_reports_the_whole_models_flops(mesh: MeshConfig, tmp_path: Path) -> None:
+    alone = flops_of(LM(num_layers=2))
+    assert alone is not None
+
+    def train(rank: int, world_size: int) -> None:
+        Trainer(
+            run_dir=str(tmp_path), max_steps=4, global_batch_size=8, micro_batch_size=2, log_every=2, mesh=mesh
+        ).fit(LM(num_layers=2))
+
+    run_ranks(train, 2)
+    samples, tflops = (logged(tmp_path, f"throughput/{name}")[4] for name in ("samples_per_second", "tflops"))
+    assert tflops * 1e12 / samples == pytest.approx(alone)
+    assert logged(tmp_path, "throughput/tflops_per_device")[4] == pytest.approx(tflops / 2)
+    assert math.isfinite(logged(tmp_path, "time/communication")[4])
+
+
+def test_the_count_and_attention() -> None:
+    """Attention counts as two products forward and four backward, whatever its mask and kernel."""
+
+    class Attends(Chain):
+        def configure_model(self) -> None:
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = (self.scale * x).reshape(-1, 1, 4, 2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    assert flops_of(Attends()) == 6 * 2 * 4 * 4 * 2
