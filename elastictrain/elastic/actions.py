@@ -1,0 +1,78 @@
+"""What :class:`~elastictrain.elastic.protocol.Peer` asks its driver to do, in the order in which it is to be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastictrain.elastic.chain import Entry, Generation, Member, Message
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read the newest entry of the log; answer with ``on_entry``, or ``on_storage_failed``."""
+
+
+@dataclass(frozen=True)
+class Create:
+    """Create an entry if there is none with its number; answer with ``on_created``."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Remove entries long before this one; no answer."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Open a link; answer with ``on_link``, or ``on_link_lost``."""
+
+    link: int
+    to: Member
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to each link; those that are gone are left out."""
+
+    links: tuple[int, ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """No answer: the links are of no interest any more."""
+
+    links: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Formed:
+    """There is a new generation; this node may or may not be a member."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class StopAt:
+    """Steps behind this one must not begin in this generation; None: they may again."""
+
+    boundary: int | None
+
+
+@dataclass(frozen=True)
+class Left:
+    """The run does without this node now."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The run is over for all."""
+
+    reason: str
+
+
+Action = Read | Create | Trim | Connect | Send | Close | Formed | StopAt | Left | Closed

@@ -1,0 +1,216 @@
+"""What a run's log says: a chain of entries, each of which holds the whole state, so that the newest one is enough.
+
+An entry is either a *claim* (another node leads: the epoch rises by one) or the leader's word under its own epoch: the
+next *generation* of members, or that the run is *closed*. Nobody may write an entry without having read the one before it,
+and a leader only under the epoch that it has claimed: that is the whole fence against leaders that were deposed and do not
+know it yet. There is no lease time and no clock in it.
+
+On failure: :class:`ChainError` for entries that cannot follow each other, or that no program of ours wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class ChainError(ValueError):
+    """An entry or message is not one that this protocol writes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One life of one node's agent.
+
+    Args:
+        node: tells it apart from every other node, and from its own earlier lives.
+        host, port: where it listens.
+        store: port of the store that it keeps for its workers, on the same host; 0: none.
+    """
+
+    node: str
+    host: str = ""
+    port: int = 0
+    store: int = 0
+
+    def to_json(self) -> list[Any]:
+        return [self.node, self.host, self.port, self.store]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Who trains together; a member's rank is its place.
+
+    Args:
+        number: 0: none yet.
+        epoch: of the leader that formed it.
+        boundary: the step up to which the members of the one before go on, if they all agreed on one; -1: stop at once.
+        reason: for people.
+    """
+
+    number: int = 0
+    epoch: int = 0
+    members: tuple[Member, ...] = ()
+    boundary: int = -1
+    reason: str = ""
+
+    def rank_of(self, node: str) -> int | None:
+        """The rank of a node; None: it is no member."""
+        return next((rank for rank, member in enumerate(self.members) if member.node == node), None)
+
+    def to_json(self) -> Message:
+        members = [member.to_json() for member in self.members]
+        return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
+                "reason": self.reason}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The state of a run after one entry of its log. Number 0 stands for an empty log."""
+
+    index: int = 0
+    epoch: int = 0
+    leader: Member | None = None
+    generation: Generation = Generation()
+    closed: str = ""  # why, for people; empty: it is not
+
+    def claimed_by(self, node: Member) -> Entry:
+        """The next entry, by which a node takes the lead; it opens what was closed."""
+        return Entry(self.index + 1, self.epoch + 1, node, self.generation)
+
+    def with_generation(self, generation: Generation) -> Entry:
+        return replace(self, index=self.index + 1, generation=generation)
+
+    def with_closed(self, reason: str) -> Entry:
+        return replace(self, index=self.index + 1, closed=reason)
+
+    def to_json(self) -> Message:
+        return {
+            "index": self.index,
+            "epoch": self.epoch,
+            "leader": None if self.leader is None else self.leader.to_json(),
+            "generation": self.generation.to_json(),
+            "closed": self.closed,
+        }
+
+
+def entry_from_json(data: Any) -> Entry:
+    """The other way.
+
+    Raises:
+        ChainError: it is none.
+    """
+    try:
+        leader = None if data["leader"] is None else _member(data["leader"])
+        generation = generation_from_json(data["generation"])
+        return Entry(_count(data["index"]), _count(data["epoch"]), leader, generation, _text(data["closed"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ChainError(f"not an entry of a run log: {error!r}") from error
+
+
+def generation_from_json(data: Any) -> Generation:
+    """The other way.
+
+    Raises:
+        ChainError: it is none.
+    """
+    try:
+        members = members_from_json(data["members"])
+        boundary = data["boundary"]
+        if type(boundary) is not int or len({member.node for member in members}) != len(members):
+            raise ValueError("boundary or members")
+        return Generation(_count(data["number"]), _count(data["epoch"]), members, boundary, _text(data["reason"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ChainError(f"not a generation: {error!r}") from error
+
+
+def members_from_json(data: Any) -> tuple[Member, ...]:
+    """The other way; raises ``TypeError`` or ``ValueError``."""
+    return tuple(_member(one) for one in data)
+
+
+def member_from_json(data: Any) -> Member:
+    """The other way.
+
+    Raises:
+        ChainError: it is none.
+    """
+    try:
+        return _member(data)
+    except (TypeError, ValueError) as error:
+        raise ChainError(f"not a member: {error!r}") from error
+
+
+def check_follows(before: Entry, after: Entry) -> None:
+    """May ``after`` be the next entry?
+
+    Raises:
+        ChainError: it may not.
+    """
+    old, new = before.generation, after.generation
+    if after.index != before.index + 1:
+        good = False
+    elif after.epoch == before.epoch + 1:  # a claim changes nothing else
+        good = after.leader is not None and new == old and not after.closed
+    else:
+        is_next = new.number == old.number + 1 and new.epoch == after.epoch and not after.closed
+        is_closing = new == old and bool(after.closed)
+        good = (
+            after.epoch == before.epoch
+            and after.leader == before.leader
+            and not before.closed
+            and (is_next or is_closing)
+        )
+    if not good:
+        raise ChainError(f"entry {after} cannot follow {before}")
+
+
+def difference(before: Generation, after: Generation) -> Message:
+    """What :func:`changed` needs to make the one from the other, for runs of thousands of nodes."""
+    old, new = {one.node for one in before.members}, {one.node for one in after.members}
+    return {
+        "number": after.number,
+        "epoch": after.epoch,
+        "gone": [one.node for one in before.members if one.node not in new],
+        "come": [one.to_json() for one in after.members if one.node not in old],
+        "boundary": after.boundary,
+        "reason": after.reason,
+    }
+
+
+def changed(before: Generation, message: Message) -> Generation:
+    """The generation that a :func:`difference` leads to; ``before`` where it is no newer.
+
+    Raises:
+        ChainError: another one lies between.
+    """
+    number = int(message["number"])
+    if number <= before.number:
+        return before
+    if number != before.number + 1:
+        raise ChainError(f"generation {before.number + 1} is missing")
+    gone = set(message["gone"])
+    stay = tuple(member for member in before.members if member.node not in gone)
+    members = stay + members_from_json(message["come"])
+    return Generation(number, int(message["epoch"]), members, int(message["boundary"]), str(message["reason"]))
+
+
+def _member(data: Any) -> Member:
+    node, host, port, store = data
+    if not all(type(one) is str for one in (node, host)) or not all(type(one) is int for one in (port, store)):
+        raise TypeError("not a member")
+    return Member(node, host, port, store)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("not a text")
+    return value

@@ -1,0 +1,394 @@
+"""What the leader of a run decides: who is in the next generation, and when it begins. Pure: no sockets, no clock.
+
+* A node whose connection has closed, or that was silent for :attr:`Timing.ttl`, is **lost**: the others go on without it at
+  once. Losses within :attr:`Timing.settle` are one change, and so are joins within :attr:`Timing.gather`.
+* A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead, each
+  member promises not to pass it (or says that it is too late, and a later one is proposed), and only then is the change
+  committed. A loss meanwhile needs no step and wins.
+* Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by; below the minimum nothing is formed.
+
+Times are seconds of one steady clock, handed in. What is decided comes out of :meth:`Leader.tick`, which is to be called
+after each event and at :attr:`Leader.deadline`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from elastictrain.elastic.chain import Entry, Generation, Member
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long things may take, and how many nodes a run has.
+
+    Args:
+        min_nodes, max_nodes: below the one nothing is formed, above the other nodes stand by.
+        beat: seconds between two signs of life; more with many nodes, see :meth:`beat_for`.
+        ttl: seconds of silence after which a node, or the leader, is taken for lost.
+        settle, gather: seconds that losses, and joins, wait for others like them.
+        form: seconds that the first generation waits for more nodes once there are enough.
+        grace: seconds that a new leader waits for the members it has inherited.
+        probe: seconds that everybody has to answer when somebody suspects a loss.
+        retry: seconds that a leader that does not answer has to answer again.
+        stagger: seconds between the claims of two survivors.
+        isolation: seconds that a node that reaches nobody, and belongs to nobody, waits before it claims; doubled each time.
+        lead: steps between the newest known one and a proposed boundary.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1 << 20
+    beat: float = 0.25
+    ttl: float = 2.0
+    settle: float = 0.02
+    gather: float = 0.3
+    form: float = 1.0
+    grace: float = 1.0
+    probe: float = 0.4
+    retry: float = 0.3
+    stagger: float = 0.03
+    isolation: float = 5.0
+    lead: int = 2
+
+    def beat_for(self, num_nodes: int) -> float:
+        """So that the leader of a large run reads about 2,500 signs of life a second and no more."""
+        return max(self.beat, num_nodes / 2500)
+
+    def ttl_for(self, num_nodes: int) -> float:
+        return max(self.ttl, 4 * self.beat_for(num_nodes))
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Write this to the log; :meth:`Leader.committed` or :meth:`Leader.refused` says what became of it."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Ask every member to promise not to pass a step."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Give the promises back."""
+
+
+@dataclass(frozen=True)
+class Reread:
+    """Look at the log: somebody may have taken the lead."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask everybody for a sign of life."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """These were silent for too long: close their connections."""
+
+    links: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bye:
+    """These may go: the run does without them."""
+
+    links: tuple[int, ...]
+
+
+Decision = Commit | Prepare | Cancel | Reread | Probe | Drop | Bye
+
+
+@dataclass
+class Node:
+    """A node as the leader sees it."""
+
+    member: Member
+    link: int
+    last: float
+    is_ready: bool
+    step: int
+    is_leaving: bool = False
+    promised: int = -1
+    was_told: bool = False  # that it may go
+
+
+class Leader:
+    """The leader of one epoch.
+
+    Args:
+        entry: the claim.
+        previous: the node that led before.
+    """
+
+    def __init__(self, entry: Entry, timing: Timing, *, now: float, previous: str | None) -> None:
+        self.entry, self.timing, self.epoch = entry, timing, entry.epoch
+        self.nodes: dict[str, Node] = {}
+        self.pending: Entry | None = None
+        self.preparing: int | None = None
+        self._gone: set[str] = set() if previous is None else {previous}
+        self._losses_since: float | None = None
+        self._joins_since: float | None = None
+        self._grace_until = now + timing.grace
+        self._is_due_again: float | None = None
+        self._promised = 0
+        self._renew = False
+        self._closing = ""
+        self._probe_since: float | None = None
+        self._is_probing = False
+        self._reread_at = now + 2 * timing.ttl
+        self._expire_at = now
+        if entry.generation.members:
+            self._losses_since = now
+
+    @property
+    def generation(self) -> Generation:
+        return self.entry.generation
+
+    @property
+    def promised_boundary(self) -> int | None:
+        """What all members have promised and may be in the log at any moment."""
+        if self.pending is None or self.pending.generation == self.generation:
+            return None
+        boundary = self.pending.generation.boundary
+        return boundary if boundary >= 0 else None
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def hello(self, member: Member, *, link: int, is_ready: bool, step: int, now: float) -> None:
+        """A node has connected."""
+        before = self.nodes.get(member.node)
+        self.nodes[member.node] = Node(member, link, now, is_ready, step)
+        if before is not None:
+            self.nodes[member.node].is_leaving = before.is_leaving
+            self._promised -= self.preparing is not None and before.promised == self.preparing
+        self._gone.discard(member.node)
+        self._joins(now)
+
+    def beat(self, node: str, *, is_ready: bool, step: int, now: float) -> None:
+        known = self.nodes.get(node)
+        if known is not None:
+            known.last = now
+            known.step = max(known.step, step)
+            if is_ready != known.is_ready:
+                known.is_ready = is_ready
+                self._joins(now)
+
+    def leave(self, node: str, *, now: float) -> None:
+        """A node wants to go, in good order."""
+        known = self.nodes.get(node)
+        if known is not None and not known.is_leaving:
+            known.is_leaving = True
+            self._losses(now)
+
+    def lost(self, node: str, *, now: float) -> None:
+        if self.nodes.pop(node, None) is not None:
+            self._losses(now)
+        self._gone.add(node)
+
+    def renew(self, number: int, *, now: float) -> None:
+        """The workers of that generation have failed somewhere: all start again, with whoever is there."""
+        if number == self.generation.number and number > 0:
+            self._renew = True
+            self._losses(now)
+
+    def suspect(self, *, now: float) -> None:
+        """A worker has lost a peer: whoever does not answer soon is lost."""
+        if self._probe_since is None:
+            self._probe_since, self._is_probing = now, False
+
+    def promise(self, node: str, *, boundary: int, is_kept: bool, step: int, now: float) -> None:
+        """The answer to :class:`Prepare`."""
+        self.beat(node, is_ready=True, step=step, now=now)
+        if boundary != self.preparing or node not in self.nodes:
+            return
+        if is_kept:
+            self._promised += self.nodes[node].promised != boundary
+            self.nodes[node].promised = boundary
+        else:
+            self.preparing = None  # it is past that step: the next tick proposes a later one
+            self._joins_since = self._joins_since if self._joins_since is not None else now
+
+    def close(self, reason: str, *, now: float) -> None:
+        """The run is over for all."""
+        self._closing = reason or "closed"
+        self._losses(now)
+
+    def committed(self, *, now: float) -> None:
+        assert self.pending is not None
+        self.entry, self.pending = self.pending, None
+        self._losses(now)  # whatever has happened since
+
+    def refused(self, *, now: float) -> None:
+        """It was not written, and the epoch is still ours: decide again."""
+        self.pending = None
+        self._losses(now)
+
+    def thaw(self, *, now: float) -> None:
+        """This process was stopped for a while: nobody else is to blame for silence."""
+        for node in self.nodes.values():
+            node.last = now
+        self._probe_since = None
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`tick` has something to do, if nothing happens before."""
+        times = [self._reread_at, self._expire_at]
+        if self._probe_since is not None:
+            times.append(self._probe_since + self.timing.probe)
+        if self._is_due_again is not None and self.pending is None:
+            times.append(self._is_due_again)
+        return min(times)
+
+    def tick(self, now: float) -> list[Decision]:
+        out: list[Decision] = []
+        if now >= self._reread_at:  # an idle leader may have been replaced without noticing
+            self._reread_at = now + 2 * self.timing.ttl
+            out.append(Reread())
+        self._expire(now, out)
+        if self.pending is None and (self._losses_since is not None or self._joins_since is not None):
+            self._decide(now, out)
+        return out
+
+    def wanted(self) -> tuple[Member, ...]:
+        """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by."""
+        old = [one.node for one in self.generation.members]
+        stay = [node for node in old if node in self.nodes and not self.nodes[node].is_leaving]
+        known = set(old)
+        new = [name for name, node in self.nodes.items() if node.is_ready and not node.is_leaving and name not in known]
+        chosen = (stay + sorted(new, key=_natural))[: self.timing.max_nodes]
+        return tuple(self.nodes[name].member for name in chosen)
+
+    def _expire(self, now: float, out: list[Decision]) -> None:
+        late: list[str] = []
+        if now >= self._expire_at:
+            ttl = self.timing.ttl_for(len(self.nodes))
+            self._expire_at = now + ttl / 8
+            late = [name for name, node in self.nodes.items() if now - node.last > ttl]
+        if self._probe_since is not None:
+            if not self._is_probing:
+                self._is_probing = True
+                out.append(Probe())
+            if now >= self._probe_since + self.timing.probe:
+                late += [name for name, node in self.nodes.items() if node.last < self._probe_since]
+                self._probe_since = None
+        if late:
+            out.append(Drop(tuple(self.nodes[name].link for name in dict.fromkeys(late))))
+            for name in late:
+                self.lost(name, now=now)
+
+    def _decide(self, now: float, out: list[Decision]) -> None:
+        members = self.generation.members
+        if self._closing:
+            self._commit(self.entry.with_closed(self._closing), out)
+            return
+        if self.preparing is not None and self._losses_since is None and self._promised < len(members):
+            self._is_due_again = None
+            return
+        here = [one.node for one in members if one.node in self.nodes]
+        absent = [one.node for one in members if one.node not in self.nodes and one.node not in self._gone]
+        if absent and now < self._grace_until:
+            self._is_due_again = self._grace_until
+            return
+        if not here:  # the first generation, or nobody of the last one is left
+            is_full = len(self.nodes) >= self.timing.max_nodes and len(self.wanted()) >= self.timing.max_nodes
+            due = 0.0 if is_full else self._since() + self.timing.form
+        elif self._losses_since is not None:
+            due = self._losses_since + self.timing.settle
+        else:
+            due = self._since() + self.timing.gather
+        if now < due:
+            self._is_due_again = due
+            return
+        self._is_due_again = None
+        wanted = self.wanted()
+        is_sudden = len(here) < len(members) or not members or self._renew
+        if [one.node for one in wanted] == [one.node for one in members] and not self._renew:
+            self._rest(out)
+            self._let_go(out, everybody=False)
+        elif len(wanted) < self.timing.min_nodes:
+            self._rest(out)
+            self._let_go(out, everybody=True)
+            out.append(Reread())  # a leader that cannot form anything had better still be one
+        elif is_sudden:
+            self._form(wanted, -1, self._why(here, wanted), out)
+        elif self.preparing is None:
+            self.preparing = max(self.nodes[name].step for name in here) + self.timing.lead
+            self._promised = 0
+            for name in here:
+                self.nodes[name].promised = -1
+            self._joins_since, self._losses_since = self._since(), None
+            out.append(Prepare(self.preparing))
+        elif self._promised == len(here):
+            self._form(wanted, self.preparing, self._why(here, wanted), out)
+
+    def _form(self, wanted: tuple[Member, ...], boundary: int, reason: str, out: list[Decision]) -> None:
+        generation = Generation(self.generation.number + 1, self.epoch, wanted, boundary, reason)
+        self._commit(self.entry.with_generation(generation), out)
+
+    def _commit(self, entry: Entry, out: list[Decision]) -> None:
+        self.pending = entry
+        self._renew, self._losses_since, self._joins_since, self._is_due_again = False, None, None, None
+        self.preparing = None
+        out.append(Commit(entry))
+
+    def _rest(self, out: list[Decision]) -> None:
+        """Nothing to change."""
+        self._losses_since = self._joins_since = None
+        if self.preparing is not None:
+            self.preparing = None
+            out.append(Cancel())
+
+    def _let_go(self, out: list[Decision], *, everybody: bool) -> None:
+        """Tell nodes that want to leave and are not, or need not be, members any more."""
+        members = {one.node for one in self.generation.members}
+        free = [
+            node
+            for name, node in self.nodes.items()
+            if node.is_leaving and not node.was_told and (everybody or name not in members)
+        ]
+        if free:
+            for node in free:
+                node.was_told = True
+            out.append(Bye(tuple(node.link for node in free)))
+
+    def _why(self, here: list[str], wanted: tuple[Member, ...]) -> str:
+        before, after = {one.node for one in self.generation.members}, {one.node for one in wanted}
+        lost = [name for name in sorted(before - after) if name not in here]
+        parts = [
+            _listed("lost", lost),
+            _listed("left", sorted(before - after - set(lost))),
+            _listed("joined", sorted(after - before)),
+        ]
+        return "; ".join(part for part in parts if part) or "workers failed"
+
+    def _since(self) -> float:
+        """The first event that nothing was done about yet."""
+        return min(one for one in (self._losses_since, self._joins_since) if one is not None)
+
+    def _losses(self, now: float) -> None:
+        self._losses_since = now if self._losses_since is None else self._losses_since
+
+    def _joins(self, now: float) -> None:
+        self._joins_since = now if self._joins_since is None else self._joins_since
+
+
+def _listed(what: str, names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{what} {shown}" if names else ""
+
+
+def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
+    """So that node10 comes after node9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)], name

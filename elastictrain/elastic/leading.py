@@ -1,0 +1,179 @@
+"""The leader's side of its connections: who is behind which link, what they have been told, and what is being written.
+
+Pure, like :mod:`elastictrain.elastic.leader`, whose decisions this carries out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastictrain.elastic import leader as deciding
+from elastictrain.elastic.actions import Action, Close, Create, Read, Send, Trim
+from elastictrain.elastic.chain import ChainError, Entry, Message, difference, member_from_json
+from elastictrain.elastic.leader import Leader, Timing
+
+TRIM_EVERY = 32  # entries
+
+
+class Leading:
+    """One epoch of leading, from the claim on.
+
+    Args:
+        claim: the entry that made this node the leader.
+        previous: the node that led before.
+        out: takes actions.
+
+    Attributes:
+        retry_at: when a commit whose fate is unknown is looked for in the log.
+    """
+
+    def __init__(self, claim: Entry, timing: Timing, *, previous: str | None, now: float, out: list[Action]) -> None:
+        self.leader = Leader(claim, timing, now=now, previous=previous)
+        self.timing = timing
+        self.epoch = claim.epoch
+        self.retry_at: float | None = None
+        self._out = out
+        self._nodes: dict[int, str] = {}  # by link
+        self._has: dict[int, int] = {}  # by link: number of the newest generation that it was sent
+        self._ping_at = now
+
+    @property
+    def deadline(self) -> float:
+        times = [self.leader.deadline, self._ping_at]
+        if self.retry_at is not None:
+            times.append(self.retry_at)
+        return min(times)
+
+    @property
+    def links(self) -> tuple[int, ...]:
+        return tuple(self._nodes)
+
+    # ---- what nodes say ----------------------------------------------------------------------------------------------
+
+    def message(self, link: int, message: Message, now: float) -> None:
+        """From a node, or from somebody who wants to be one.
+
+        Raises:
+            ChainError: nothing that a node may say here.
+        """
+        kind, node = message.get("is"), self._nodes.get(link)
+        if kind == "hello":
+            self._hello(link, message, now)
+        elif node is None:
+            raise ChainError(f"{kind!r} before hello")
+        elif kind == "beat":
+            self.leader.beat(node, is_ready=bool(message["ready"]), step=_int(message["step"]), now=now)
+        elif kind == "promise":
+            boundary, step = _int(message["boundary"]), _int(message["step"])
+            self.leader.promise(node, boundary=boundary, is_kept=bool(message["kept"]), step=step, now=now)
+        elif kind == "leave":
+            self.leader.leave(node, now=now)
+        elif kind == "renew":
+            self.leader.renew(_int(message["number"]), now=now)
+        elif kind == "suspect":
+            self.leader.suspect(now=now)
+        elif kind == "close":
+            self.leader.close(str(message["reason"]), now=now)
+        else:
+            raise ChainError(f"{kind!r} is nothing that a node says")
+
+    def link_lost(self, link: int, now: float) -> None:
+        node = self._nodes.pop(link, None)
+        self._has.pop(link, None)
+        known = self.leader.nodes.get(node) if node is not None else None
+        if known is not None and known.link == link:
+            self.leader.lost(known.member.node, now=now)
+
+    def _hello(self, link: int, message: Message, now: float) -> None:
+        member = member_from_json(message["member"])
+        before = self.leader.nodes.get(member.node)
+        if before is not None and before.link != link:
+            self._nodes.pop(before.link, None)
+            self._has.pop(before.link, None)
+            self._out.append(Close((before.link,)))
+        self.leader.hello(member, link=link, is_ready=bool(message["ready"]), step=_int(message["step"]), now=now)
+        generation = self.leader.generation
+        has = _int(message["has"])
+        self._nodes[link], self._has[link] = member.node, generation.number
+        boundary = self.leader.promised_boundary
+        welcome: Message = {"is": "welcome", "epoch": self.epoch, "stop_at": boundary, **self._pace()}
+        if has < generation.number:
+            welcome["generation"] = generation.to_json()
+        self._out.append(Send((link,), welcome))
+        if self.leader.preparing is not None:
+            self._out.append(Send((link,), self._prepare(self.leader.preparing)))
+
+    # ---- what is decided ---------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> None:
+        for decision in self.leader.tick(now):
+            match decision:
+                case deciding.Commit(entry):
+                    self._out.append(Create(entry))
+                case deciding.Prepare(boundary):
+                    self._out.append(Send(self.links, self._prepare(boundary)))
+                case deciding.Cancel():
+                    self._out.append(Send(self.links, {"is": "cancel"}))
+                case deciding.Reread():
+                    self._out.append(Read())
+                case deciding.Probe():
+                    self._out.append(Send(self.links, {"is": "ping", "answer": True, **self._pace()}))
+                case deciding.Drop(links):
+                    self._out.append(Close(links))
+                    for link in links:
+                        self._nodes.pop(link, None)
+                        self._has.pop(link, None)
+                case deciding.Bye(links):
+                    self._out.append(Send(links, {"is": "bye"}))
+        if now >= self._ping_at:
+            self._ping_at = now + self.timing.beat_for(len(self._nodes))
+            self._out.append(Send(self.links, {"is": "ping", **self._pace()}))
+
+    def committed(self, now: float) -> None:
+        """What was pending is in the log: tell everybody."""
+        before = self.leader.generation
+        self.leader.committed(now=now)
+        entry = self.leader.entry
+        self.retry_at = None
+        if entry.closed:
+            self._out.append(Send(self.links, {"is": "closed", "reason": entry.closed}))
+            return
+        after = entry.generation
+        near = tuple(link for link, number in self._has.items() if number == before.number and number > 0)
+        far = tuple(link for link, number in self._has.items() if number != before.number or number == 0)
+        if near:
+            self._out.append(Send(near, {"is": "change", **difference(before, after)}))
+        if far:
+            self._out.append(Send(far, {"is": "generation", "generation": after.to_json()}))
+        self._has = dict.fromkeys(self._has, after.number)
+        if entry.index % TRIM_EVERY == 0:
+            self._out.append(Trim(entry.index))
+
+    def look(self, newest: Entry, now: float) -> bool:
+        """The log was read.
+
+        Returns:
+            whether this node still leads.
+        """
+        if newest.epoch > self.epoch:
+            return False
+        pending = self.leader.pending
+        if pending is not None and newest == pending:
+            self.committed(now)
+        elif pending is not None and self.retry_at is not None and now >= self.retry_at:
+            self.retry_at = None
+            self._out.append(Create(pending))  # the same entry: should the first one land yet, it is this one
+        return True
+
+    def _prepare(self, boundary: int) -> Message:
+        return {"is": "prepare", "number": self.leader.generation.number, "boundary": boundary}
+
+    def _pace(self) -> Message:
+        count = len(self._nodes)
+        return {"beat": self.timing.beat_for(count), "ttl": self.timing.ttl_for(count)}
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise ChainError(f"{value!r} is no whole number")
+    return value

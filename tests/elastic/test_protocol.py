@@ -1,0 +1,275 @@
+"""The protocol in a world with a virtual clock: seeds that break everything, controls that must fail, and single scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.elastic import leader as deciding
+from elastictrain.elastic.actions import Create
+from elastictrain.elastic.chain import Entry
+from elastictrain.elastic.election import Election
+from elastictrain.elastic.leader import Decision, Leader, Timing
+from elastictrain.elastic.leading import Leading
+from elastictrain.elastic.protocol import Peer
+from tests.elastic.world import TIMING, Node, World
+
+
+def check(seeds: range) -> tuple[int, int, int]:
+    """Of all of them: epochs, leaders that were fenced, and whether the last generation was a planned one."""
+    epochs = fenced = planned = 0
+    for seed in seeds:
+        try:
+            world = World(seed).run()
+        except AssertionError as error:
+            raise AssertionError(f"World({seed}).run() fails: {error}") from error
+        epochs, fenced = epochs + world.log[-1].epoch, fenced + world.num_fenced
+        planned += world.log[-1].generation.boundary >= 0
+    return epochs, fenced, planned
+
+
+def test_everything_holds_in_any_world() -> None:
+    epochs, _, _ = check(range(50))
+    assert epochs > 60, "the faults do not reach the leaders"
+
+
+@pytest.mark.slow
+def test_everything_holds_in_a_thousand_worlds() -> None:
+    _, fenced, planned = check(range(50, 1050))
+    assert fenced > 30 and planned > 50
+
+
+def test_a_seed_says_the_same_again() -> None:
+    one, other = World(7).run(), World(7).run()
+    assert (one.now, one.num_events, one.log) == (other.now, other.num_events, other.log)
+
+
+# ---- controls: with one rule taken away, some seed fails ---------------------------------------------------------------
+
+
+def first_failure(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, value: object, *, seeds: int = 200) -> str:
+    monkeypatch.setattr(kind, name, value)
+    for seed in range(seeds):
+        try:
+            World(seed).run()
+        except AssertionError as error:
+            return str(error)
+    raise AssertionError(f"{seeds} seeds hold without {kind.__name__}.{name}")
+
+
+def test_without_the_fence_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append_behind_anybody(self: Leading, newest: Entry, now: float) -> bool:
+        self.leader.entry = replace(newest, epoch=self.epoch)
+        if self.leader.pending is not None:
+            self.leader.refused(now=now)
+        return True
+
+    first_failure(monkeypatch, Leading, "look", append_behind_anybody)
+
+
+def test_without_promises_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = first_failure(monkeypatch, Peer, "may_step", lambda self: True)
+    assert "past" in failure
+
+
+def test_a_leader_that_never_looks_at_the_log_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    tick = Leader.tick
+
+    def blind(self: Leader, now: float) -> list[Decision]:
+        return [one for one in tick(self, now) if not isinstance(one, deciding.Reread)]
+
+    failure = first_failure(monkeypatch, Leader, "tick", blind)
+    assert "no progress" in failure
+
+
+def test_going_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def believe_anything(self: Peer, entry: Entry, now: float) -> list[object]:
+        self.entry = entry if entry.index == 0 else replace(entry, index=entry.index - 1)
+        return real(self, entry, now)
+
+    real = Peer.on_entry
+    first_failure(monkeypatch, Peer, "on_entry", believe_anything)
+
+
+# ---- scenes ------------------------------------------------------------------------------------------------------------
+
+
+def formed(num_nodes: int, *, seed: int = 1, **changes: object) -> World:
+    world = World(seed, num_nodes=num_nodes, num_faults=0, timing=replace(TIMING, **changes))
+    world.until(lambda: world.log[-1].generation.number > 0 and world.agree())
+    return world
+
+
+def members(world: World) -> list[str]:
+    return [member.node for member in world.log[-1].generation.members]
+
+
+def others(world: World) -> list[Node]:
+    return [node for node in world.nodes.values() if node is not world.leader and node.is_alive]
+
+
+def test_a_lost_member_is_known_at_once() -> None:
+    world = formed(4)
+    world.crash(others(world)[0])
+    assert world.until(world.agree) < 0.2
+
+
+def test_a_lost_leader_is_replaced_soon() -> None:
+    world = formed(4)
+    epoch = world.log[-1].epoch
+    world.crash(world.leader)
+    assert world.until(lambda: world.log[-1].epoch > epoch and world.agree()) < 0.5
+
+
+def test_a_leader_and_a_member_lost_at_once() -> None:
+    world = formed(4)
+    world.crash(others(world)[0])
+    world.crash(world.leader)
+    assert world.until(lambda: world.agree() and len(members(world)) == 2) < 1.5
+
+
+def test_a_dark_leader_is_replaced_after_its_time() -> None:
+    world = formed(4)
+    world.leader.is_dark = True
+    world.crash(world.leader)
+    took = world.until(lambda: world.agree() and len(members(world)) == 3)
+    assert TIMING.ttl < took < 3 * TIMING.ttl + 3 * TIMING.retry + 1
+
+
+def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
+    world = formed(4, max_nodes=8)
+    before = members(world)
+    world.crash(world.nodes[before[1]])
+    new = world.spawn().name
+    world.until(lambda: world.agree() and new in members(world))
+    assert members(world) == [before[0], before[2], before[3], new]
+
+
+def test_joins_close_together_are_one_change() -> None:
+    world = formed(3, max_nodes=8)
+    number = world.log[-1].generation.number
+    for node in [world.spawn() for _ in range(3)]:
+        world._tell(node, node.peer.on_ready)
+    world.until(lambda: world.agree() and len(members(world)) == 6)
+    assert world.log[-1].generation.number == number + 1
+    assert world.log[-1].generation.boundary >= 0
+
+
+def test_one_node_too_many_stands_by_and_steps_in() -> None:
+    world = formed(4, max_nodes=4)
+    extra = world.spawn().name
+    world.pass_time(3.0)
+    assert len(members(world)) == 4 and extra not in members(world)
+    world.crash(world.nodes[members(world)[2]])
+    assert world.until(lambda: world.agree() and extra in members(world)) < 0.2
+
+
+def test_a_newcomer_that_dies_meanwhile_stops_nobody() -> None:
+    world = formed(3, max_nodes=8)
+    number = world.log[-1].generation.number
+    for node in world.nodes.values():  # a long step: nobody answers yet
+        node.peer.following._promise = lambda number, boundary, node=node: node.peer.following._stop_at(boundary)  # type: ignore[method-assign,misc]
+    newcomer = world.spawn()
+    world.until(lambda: world.leader.peer.leading.leader.preparing is not None)  # type: ignore[union-attr]
+    world.pass_time(0.1)
+    assert all(node.peer.following.stop_at is not None for node in world.nodes.values() if node is not newcomer)
+    world.crash(newcomer)
+    world.until(
+        lambda: all(node.peer.following.stop_at is None for node in world.nodes.values() if node.is_alive), seconds=1.0
+    )
+    assert world.log[-1].generation.number == number
+
+
+def test_a_member_that_leaves_is_let_go_at_a_boundary() -> None:
+    world = formed(4)
+    leaving = others(world)[0]
+    leaving.is_leaving = True
+    world._tell(leaving, leaving.peer.on_leave)
+    world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
+    assert len(members(world)) == 3 and world.log[-1].generation.boundary > 0
+
+
+def test_the_last_ones_may_all_leave() -> None:
+    world = formed(2, min_nodes=2)
+    for node in list(world.nodes.values()):
+        node.is_leaving = True
+        world._tell(node, node.peer.on_leave)
+    world.until(lambda: all(node.has_left for node in world.nodes.values()), seconds=8.0)
+
+
+def test_failed_workers_get_another_generation_with_the_same_members() -> None:
+    world = formed(3)
+    before = world.log[-1].generation
+    for node in world.nodes.values():
+        world._tell(node, node.peer.on_failed_workers, before.number)
+    world.until(lambda: world.agree() and world.log[-1].generation.number > before.number)
+    world.pass_time(1.0)
+    after = world.log[-1].generation
+    assert (after.number, after.members) == (before.number + 1, before.members)
+
+
+def test_one_bad_way_does_not_depose_a_leader_whom_others_hear() -> None:
+    world = formed(4)
+    epoch, deaf = world.log[-1].epoch, others(world)[0]
+    world.cut.add(frozenset((world.leader.name, deaf.name)))
+    world.pass_time(20.0)
+    assert world.log[-1].epoch == epoch
+    world.heal()
+    world.until(lambda: world.agree() and len(members(world)) == 4)
+
+
+def test_a_node_that_reaches_nobody_does_not_depose_the_leader() -> None:
+    world = formed(4)
+    epoch, alone = world.log[-1].epoch, others(world)[0]
+    world.sides = {alone.name: 1}
+    world.pass_time(TIMING.ttl + 1)
+    assert world.log[-1].epoch == epoch and len(members(world)) == 3
+
+
+def test_storage_that_is_down_stops_changes_and_nothing_else() -> None:
+    world = formed(4)
+    before, steps = world.log[-1], {node.name: node.peer.step for node in world.nodes.values()}
+    world.storage = "down"
+    world.crash(others(world)[0])
+    world.pass_time(5.0)
+    assert world.log[-1] == before
+    assert all(node.peer.step > steps[node.name] for node in world.nodes.values() if node.is_alive)
+    world.storage = "fast"
+    world.until(lambda: world.agree() and len(members(world)) == 3)
+
+
+def test_a_suspicion_shortens_the_wait() -> None:
+    world = formed(4)
+    frozen, witness = others(world)[:2]
+    frozen.frozen_until = world.now + 30
+    world._tell(witness, witness.peer.on_suspect)
+    assert world.until(lambda: frozen.name not in members(world)) < TIMING.ttl
+
+
+def claims_of_a_takeover(num_nodes: int, timing: Timing) -> int:
+    """How many nodes try to claim when a leader of many dies and storage takes its time."""
+    world = World(3, num_nodes=num_nodes, num_faults=0, timing=timing)
+    world.until(lambda: world.log[-1].generation.number > 0 and world.agree())
+    world.pass_time(1.0)
+    tried: list[Entry] = []
+    do: Callable[..., None] = world._do
+
+    def count(node: Node, action: object) -> None:
+        if isinstance(action, Create) and action.entry.epoch > epoch and action.entry.leader == node.peer.me:
+            tried.append(action.entry)
+        do(node, action)
+
+    world._do = count  # type: ignore[method-assign]
+    epoch = world.log[-1].epoch
+    world.crash(world.leader)
+    world.until(lambda: world.log[-1].epoch > epoch and world.agree())
+    return len({entry.leader for entry in tried})
+
+
+def test_survivors_claim_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = replace(TIMING, min_nodes=2, max_nodes=30)
+    assert claims_of_a_takeover(30, timing) <= 5
+    monkeypatch.setattr(Election, "delay", lambda self: 0.0)  # the control: all at once
+    assert claims_of_a_takeover(30, replace(timing, stagger=0.0)) >= 8
