@@ -2,10 +2,11 @@
 
 * A node whose connection has closed, or that was silent for :attr:`Timing.ttl`, is **lost**: the others go on without it at
   once. Losses within :attr:`Timing.settle` are one change, and so are joins within :attr:`Timing.gather`.
-* A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead, each
-  member promises not to pass it (or says that it is too late, and a later one is proposed), and only then is the change
-  committed. A loss meanwhile needs no step and wins.
-* Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by; below the minimum nothing is formed.
+* A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead,
+  each member promises not to pass it (or says that it is too late, and a later one is proposed), and only then is the
+  change committed. A loss meanwhile needs no step and wins.
+* Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by; below the minimum nothing is
+  formed.
 
 Times are seconds of one steady clock, handed in. What is decided comes out of :meth:`Leader.tick`, which is to be called
 after each event and at :attr:`Leader.deadline`.
@@ -257,7 +258,8 @@ class Leader:
             self._reread_at = now + 2 * self.timing.ttl
             out.append(Reread())
         self._expire(now, out)
-        if self.pending is None and (self._losses_since is not None or self._joins_since is not None):
+        has_changed = self._losses_since is not None or self._joins_since is not None
+        if has_changed and self.pending is None and not self.entry.closed:
             self._decide(now, out)
         return out
 

@@ -2,7 +2,7 @@
 
 :class:`Peer` knows no socket, no clock and no storage. Whoever drives it tells it what has happened and does what it asks
 for (:mod:`elastictrain.elastic.actions`): :mod:`elastictrain.elastic.node` with a real network, a simulator with a virtual
-one. Every method that begins with ``on_`` returns actions, to be carried out in order. Times are seconds of one steady clock.
+one. Every method that begins with ``on_`` returns actions, to be carried out in order. Times are seconds of a steady clock.
 
 **Following.** A node reads the newest entry of the log, connects to the leader that it names (which may be itself), says
 hello, and sends signs of life. The leader sends each new generation, to those who have the one before as a difference.
@@ -65,9 +65,8 @@ class Peer:
         self.state = State.READING
         self._knows_log = False
         self._timer: float | None = None  # of the state
-        self._num_links = 0
+        self._num_links, self._ticked = 0, 0.0
         self._link: int | None = None  # to the leader
-        self._ticked = 0.0
         self._claim: Entry | None = None
         self._previous: str | None = None  # who led before the claim
         self._is_reading = self._must_read = False
@@ -215,15 +214,16 @@ class Peer:
                     self._read()
         return self._done(now)
 
-    def _read(self) -> None:
+    def _read(self, state: State | None = None) -> None:
+        if state is not None:
+            self._enter(state)
         if not self._is_reading:
             self._is_reading = True
             self._out.append(Read())
 
     def _seek(self) -> None:
         """Read the log, to follow whoever leads."""
-        self._enter(State.READING)
-        self._read()
+        self._read(State.READING)
 
     def _lead(self, now: float) -> None:
         claim, self._claim = self.entry, None
@@ -333,10 +333,9 @@ class Peer:
     # ---- the leader is silent or gone --------------------------------------------------------------------------------
 
     def _follow(self, now: float) -> None:
-        leader = self.entry.leader
-        if leader is None:
+        if self.entry.leader is None:
             self._stagger(now)
-        elif leader == self.me:  # a claim that was given up has come through after all
+        elif self.entry.leader == self.me:  # a claim that was given up has come through after all
             self._lead(now)
         else:
             self._connect(now)
@@ -358,9 +357,9 @@ class Peer:
     def _vote(self, now: float) -> None:
         self._drop()
         self._enter(State.VOTING, now + self.timing.retry)
-        voters = {self._new_link(): member for member in self.election.voters(self.generation, self.entry)}
-        self.election.ask(list(voters))
-        self._out += [Connect(link, member) for link, member in voters.items()]
+        asked = [Connect(self._new_link(), one) for one in self.election.voters(self.generation, self.entry)]
+        self.election.ask([one.link for one in asked])
+        self._out += asked
         self._count_answers(now, is_late=False)
 
     def _count_answers(self, now: float, *, is_late: bool) -> None:
@@ -385,8 +384,7 @@ class Peer:
         if self.state is State.PAUSING:
             self._seek()
         elif self.state is State.STAGGERING:
-            self._enter(State.CHECKING)
-            self._read()
+            self._read(State.CHECKING)
         elif self.state is State.VOTING:
             self._count_answers(now, is_late=True)
         elif self.state is State.CONNECTING:
@@ -398,6 +396,5 @@ class Peer:
     def _done(self, now: float) -> list[Action]:
         if self.leading is not None and not self._must_read:
             self.leading.decide(now)
-        out = self._out[:]
-        self._out.clear()
+        out, self._out[:] = self._out.copy(), []
         return out

@@ -151,7 +151,7 @@ def test_joins_close_together_are_one_change() -> None:
     world = formed(3, max_nodes=8)
     number = world.log[-1].generation.number
     for node in [world.spawn() for _ in range(3)]:
-        world._tell(node, node.peer.on_ready)
+        world.tell(node, node.peer.on_ready)
     world.until(lambda: world.agree() and len(members(world)) == 6)
     assert world.log[-1].generation.number == number + 1
     assert world.log[-1].generation.boundary >= 0
@@ -186,7 +186,7 @@ def test_a_member_that_leaves_is_let_go_at_a_boundary() -> None:
     world = formed(4)
     leaving = others(world)[0]
     leaving.is_leaving = True
-    world._tell(leaving, leaving.peer.on_leave)
+    world.tell(leaving, leaving.peer.on_leave)
     world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
     assert len(members(world)) == 3 and world.log[-1].generation.boundary > 0
 
@@ -195,7 +195,7 @@ def test_the_last_ones_may_all_leave() -> None:
     world = formed(2, min_nodes=2)
     for node in list(world.nodes.values()):
         node.is_leaving = True
-        world._tell(node, node.peer.on_leave)
+        world.tell(node, node.peer.on_leave)
     world.until(lambda: all(node.has_left for node in world.nodes.values()), seconds=8.0)
 
 
@@ -203,7 +203,7 @@ def test_failed_workers_get_another_generation_with_the_same_members() -> None:
     world = formed(3)
     before = world.log[-1].generation
     for node in world.nodes.values():
-        world._tell(node, node.peer.on_failed_workers, before.number)
+        world.tell(node, node.peer.on_failed_workers, before.number)
     world.until(lambda: world.agree() and world.log[-1].generation.number > before.number)
     world.pass_time(1.0)
     after = world.log[-1].generation
@@ -231,12 +231,12 @@ def test_a_node_that_reaches_nobody_does_not_depose_the_leader() -> None:
 def test_storage_that_is_down_stops_changes_and_nothing_else() -> None:
     world = formed(4)
     before, steps = world.log[-1], {node.name: node.peer.step for node in world.nodes.values()}
-    world.storage = "down"
+    world.storage.mood = "down"
     world.crash(others(world)[0])
     world.pass_time(5.0)
     assert world.log[-1] == before
     assert all(node.peer.step > steps[node.name] for node in world.nodes.values() if node.is_alive)
-    world.storage = "fast"
+    world.storage.mood = "fast"
     world.until(lambda: world.agree() and len(members(world)) == 3)
 
 
@@ -244,7 +244,7 @@ def test_a_suspicion_shortens_the_wait() -> None:
     world = formed(4)
     frozen, witness = others(world)[:2]
     frozen.frozen_until = world.now + 30
-    world._tell(witness, witness.peer.on_suspect)
+    world.tell(witness, witness.peer.on_suspect)
     assert world.until(lambda: frozen.name not in members(world)) < TIMING.ttl
 
 

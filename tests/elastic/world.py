@@ -1,4 +1,4 @@
-"""A world with a virtual clock for :class:`elastictrain.elastic.protocol.Peer`: network, storage, faults, and what must hold.
+"""A world with a virtual clock for :class:`elastictrain.elastic.protocol.Peer`: network, storage, faults, and their rules.
 
 ``World(seed).run()`` breaks nodes, links and storage at random and checks every invariant at every event; the same seed does
 the same again. ``python -m tests.elastic.world FIRST LAST`` runs many.
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastictrain.elastic.actions import Action, Close, Connect, Create, Formed, Left, Read, Send, Trim
-from elastictrain.elastic.chain import ChainError, Entry, Generation, Member, check_follows
+from elastictrain.elastic.chain import Entry, Generation, Member
 from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.protocol import Peer
+from tests.elastic.virtual_storage import Storage
 
 TIMING = Timing(min_nodes=2, max_nodes=4, ttl=1.0, beat=0.25, isolation=1.5, form=0.5)
 NONE = Generation()
@@ -72,30 +73,32 @@ class World:
         make: Callable[..., Peer] = Peer,
     ) -> None:  # fmt: skip
         self.chance = random.Random(seed)
-        self.timing, self.make = timing, make
+        self.timing, self.make, self.num_faults = timing, make, num_faults
         self.now = 0.0
         self.num_events = 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self.nodes: dict[str, Node] = {}
-        self.log: list[Entry] = [Entry()]
+        self.storage = Storage(self)
         self.generations: dict[int, Generation] = {}
         self.sides: dict[str, int] = {}  # a partition
         self.cut: set[frozenset[str]] = set()  # single ways that are cut
-        self.storage = "fast"
         self.num_fenced = 0
-        self._agreed_since: float | None = None
+        self._agreed_since = float("inf")
         for _ in range(num_nodes):
             self.spawn()
         moment = 2.0 if num_faults else float("inf")
         for _ in range(num_faults):
             moment += self.chance.choice([0.0, 0.01, 0.1, 0.5, 1.5])
             self.at(moment, self.fault)
-        self.num_faults = num_faults
         self._quiet_from = moment + 1.0
         if num_faults:
             self.at(self._quiet_from, self.heal)
         self.end = self._quiet_from + 30.0
+
+    @property
+    def log(self) -> list[Entry]:
+        return self.storage.log
 
     @property
     def leader(self) -> Node:
@@ -136,14 +139,12 @@ class World:
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
         self.at(end, lambda: None)
-        self.until(lambda: self.now >= end, seconds=seconds + 1)
+        self.until(lambda: self.now >= end, seconds=seconds)
 
     def _is_settled(self) -> bool:
         if not self.agree():
-            self._agreed_since = None
-            return False
-        if self._agreed_since is None:
-            self._agreed_since = self.now
+            self._agreed_since = float("inf")
+        self._agreed_since = min(self._agreed_since, self.now)
         return self.now - self._agreed_since > 2.0
 
     def agree(self) -> bool:
@@ -177,17 +178,17 @@ class World:
         peer = self.make(Member(name, name, 1), self.timing, chance=random.Random(self.chance.random()))
         node = Node(peer, self.timing)
         self.nodes[name] = node
-        self.at(self.now + self.chance.random() * 0.1, self._tell, node, peer.on_start)
-        self.at(self.now + self.chance.choice([0.0, 0.2, 1.5]), self._tell, node, peer.on_ready)
+        self.at(self.now + self.chance.random() * 0.1, self.tell, node, peer.on_start)
+        self.at(self.now + self.chance.choice([0.0, 0.2, 1.5]), self.tell, node, peer.on_ready)
         self.at(self.now + 0.2, self._train, node)
         return node
 
-    def _tell(self, node: Node, how: Callable[..., list[Action]], *arguments: Any, **named: Any) -> None:
+    def tell(self, node: Node, how: Callable[..., list[Action]], *arguments: Any, **named: Any) -> None:
         """Let a node see an event; a stopped one sees it when it runs again."""
         if not node.is_alive:
             return
         if node.frozen_until > self.now:
-            node.held.append(lambda: self._tell(node, how, *arguments, **named))
+            node.held.append(lambda: self.tell(node, how, *arguments, **named))
             if len(node.held) == 1:
                 self.at(node.frozen_until, self._thaw, node)
             return
@@ -217,7 +218,7 @@ class World:
         if due == node.wake_at:
             node.wake_at = float("inf")
             if node.frozen_until > self.now or node.peer.deadline <= self.now + 1e-9:
-                self._tell(node, node.peer.on_tick)
+                self.tell(node, node.peer.on_tick)
             else:
                 self._set_timer(node)
 
@@ -239,9 +240,9 @@ class World:
     def _do(self, node: Node, action: Action) -> None:
         match action:
             case Read():
-                self.at(self.now + self._latency(), self._read, node)
+                self.storage.ask_newest(node)
             case Create(entry):
-                self._create(node, entry)
+                self.storage.ask_create(node, entry)
             case Connect(link, to):
                 self.at(self.now + self._hop(), self._connect, node, link, to.node)
             case Send(links, message):
@@ -292,7 +293,7 @@ class World:
         if self._is_cut(node, other) or other.is_dark or (other.is_alive and other.frozen_until > self.now):
             return  # nothing answers
         if not other.is_alive:
-            self._tell(node, node.peer.on_link_lost, link, was_refused=True)
+            self.tell(node, node.peer.on_link_lost, link, was_refused=True)
             return
         if not node.is_alive:
             return
@@ -300,7 +301,7 @@ class World:
         theirs = other.num_accepted
         node.pipes[link] = Pipe(other, theirs, node)
         other.pipes[theirs] = Pipe(node, link, other)
-        self._tell(node, node.peer.on_link, link)
+        self.tell(node, node.peer.on_link, link)
 
     def _push(self, node: Node, link: int, what: Any) -> None:
         pipe = node.pipes.get(link)
@@ -321,55 +322,10 @@ class World:
         node = pipe.to
         if pipe.link in node.pipes or what is LOST:
             if what is not LOST:
-                self._tell(node, node.peer.on_message, pipe.link, what)
+                self.tell(node, node.peer.on_message, pipe.link, what)
             elif node.pipes.pop(pipe.link, None) is not None:
-                self._tell(node, node.peer.on_link_lost, pipe.link)
+                self.tell(node, node.peer.on_link_lost, pipe.link)
         self._move(pipe)
-
-    # ---- storage -----------------------------------------------------------------------------------------------------
-
-    def _latency(self) -> float:
-        slow = {"fast": 0.005, "lossy": 0.02, "slow": 0.6, "down": 0.1}[self.storage]
-        return slow * (0.5 + self.chance.random())
-
-    def _read(self, node: Node) -> None:
-        if self.storage == "down" or (self.storage == "lossy" and self.chance.random() < 0.3):
-            self._tell(node, node.peer.on_storage_failed)
-        else:
-            self.at(self.now + self._latency(), self._tell, node, node.peer.on_entry, self.log[-1])
-
-    def _create(self, node: Node, entry: Entry) -> None:
-        if self.storage == "down" or (self.storage == "lossy" and self.chance.random() < 0.4):
-            if (
-                self.storage == "lossy" and self.chance.random() < 0.7
-            ):  # it arrives, now or much later, and nobody says so
-                self.at(self.now + self.chance.choice([0.01, 0.5, 3.0]), self._write, node, entry, False)
-            self.at(self.now + self._latency(), self._tell, node, node.peer.on_created, entry, None)
-        else:
-            self.at(self.now + self._latency(), self._write, node, entry, True)
-
-    def _write(self, node: Node, entry: Entry, answers: bool) -> None:
-        """Exclusive creation, as :class:`elastictrain.elastic.runlog.RunLog` does it."""
-        last = self.log[-1]
-        was_created = entry.index > last.index
-        if was_created:
-            try:
-                check_follows(last, entry)
-            except ChainError as error:
-                raise AssertionError(f"{node.name} wrote what must not be: {error}") from error
-            assert entry.leader == node.peer.me, f"{node.name} wrote for {entry.leader}"
-            if entry.generation.boundary >= 0 and entry.generation != last.generation:
-                for member in last.generation.members:
-                    one = self.nodes[member.node]
-                    if one.current == last.generation:
-                        assert one.peer.step <= entry.generation.boundary, f"{one.name} went past the boundary"
-            self.log.append(entry)
-            allowed = 60 + 12 * self.num_faults
-            assert entry.index < allowed, f"the log has grown to {entry.index} entries"
-        elif entry == self.log[entry.index]:
-            was_created = True  # its own, of a request that was thought to be lost
-        if answers:
-            self.at(self.now + self._latency(), self._tell, node, node.peer.on_created, entry, was_created)
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
@@ -400,15 +356,15 @@ class World:
             self._join_ways()
         elif kind == "leave" and can_lose:
             node.is_leaving = True
-            self._tell(node, node.peer.on_leave)
+            self.tell(node, node.peer.on_leave)
         elif kind == "spawn" and len(living) < 8:
             self.spawn()
         elif kind == "fail":
-            self._tell(node, node.peer.on_failed_workers, node.peer.generation.number)
+            self.tell(node, node.peer.on_failed_workers, node.peer.generation.number)
         elif kind == "suspect":
-            self._tell(node, node.peer.on_suspect)
+            self.tell(node, node.peer.on_suspect)
         elif kind == "storage":
-            self.storage = self.chance.choice(["fast", "slow", "lossy", "down"])
+            self.storage.mood = self.chance.choice(["fast", "slow", "lossy", "down"])
 
     def crash(self, node: Node) -> None:
         if not node.is_alive:
@@ -419,7 +375,7 @@ class World:
                 self._push(node, link, LOST)
 
     def heal(self) -> None:
-        self.storage = "fast"
+        self.storage.mood = "fast"
         self._join_ways()
 
     def _join_ways(self) -> None:
@@ -444,9 +400,8 @@ def main() -> None:
             continue
         events, fenced = events + world.num_events, fenced + world.num_fenced
         entries, epochs = entries + world.log[-1].index, epochs + world.log[-1].epoch
-    spent = time.process_time() - start
     print(f"{last - first} seeds, {events} events, {entries} entries, {epochs} epochs, {fenced} leaders fenced,"
-          f" {len(failed)} failed {failed[:20]}, {spent:.1f} s")  # fmt: skip
+          f" {len(failed)} failed {failed[:20]}, {time.process_time() - start:.1f} s")  # fmt: skip
 
 
 if __name__ == "__main__":

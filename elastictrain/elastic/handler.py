@@ -1,0 +1,258 @@
+"""torchelastic's rendezvous over a run's own membership: ``torchrun --rdzv-backend=elastictrain`` uses it.
+
+    torchrun --rdzv-backend=elastictrain --rdzv-endpoint=RUN_DIR --rdzv-id=ID --nnodes=MIN:MAX …
+
+``RUN_DIR`` is any URL that all nodes reach; the nodes find each other through its run log, and any of them may die. With
+``HOST:PORT`` instead, the node that has that address leads, and the run ends with it. All nodes need the run's token: the
+variable ``ELASTICTRAIN_TOKEN``, or the file that the first of them makes in the run directory.
+
+``--rdzv-conf`` takes ``join_timeout`` (seconds to wait for MIN nodes, 600), ``last_call_timeout`` (seconds for more nodes
+once there are MIN, 1), ``ttl`` (seconds of silence after which a node is lost, 2) and ``beat`` (seconds between two signs
+of life, 0.25). ``num_nodes_waiting`` tells of any newer generation, so that a loss restarts workers like a join.
+
+On failure: torch's ``RendezvousTimeoutError``, ``RendezvousClosedError`` and ``RendezvousConnectionError``; a
+:class:`~elastictrain.errors.UsageError` for an endpoint, a store or a token that cannot work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastictrain.channel import key_of
+from elastictrain.checkpoint.token import VARIABLE, make_token, read_token
+from elastictrain.elastic.chain import Generation, Member
+from elastictrain.elastic.leader import Timing
+from elastictrain.elastic.node import Log, RunNode, listen
+from elastictrain.elastic.rendezvous import LOOPBACK, GenerationHandler, free_port
+from elastictrain.elastic.runlog import FOLDER, FixedLog, RunLog
+from elastictrain.errors import UsageError
+from elastictrain.rundir import RunDir
+
+BACKEND = "elastictrain"
+ENDPOINT_PORT = 29400  # torchrun's own default
+MASTER = "master"
+LEAVE_SECONDS = 5.0
+STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class RunRendezvous(GenerationHandler):
+    """One node's.
+
+    Args:
+        endpoint: a run directory, or ``host:port``.
+        run_id: tells jobs at one endpoint apart.
+        local_addr: this node's address for the others; None: the one on its way out.
+        join_seconds: how long to wait for enough nodes.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        run_id: str,
+        timing: Timing,
+        local_addr: str | None = None,
+        join_seconds: float = 600.0,
+    ) -> None:
+        self.job_id = self._run_id = run_id
+        self._join_seconds = join_seconds
+        self._current = Generation()
+        host = local_addr or own_address()
+        # The store is bound to one address: its own listener would take every one that this machine has.
+        store_socket = listen(host)
+        self._store_server = TCPStore(
+            host,
+            store_socket.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=store_socket.detach(),
+        )
+        self._host = host
+        self._node = self._join(endpoint, timing)
+        self._node.start()
+
+    def _join(self, endpoint: str, timing: Timing) -> RunNode:
+        fixed = _host_and_port(endpoint)
+        name = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
+        run_log: Log
+        if fixed is None:
+            run_dir = RunDir(endpoint)
+            if run_dir.is_memory:
+                raise UsageError(f"--rdzv-endpoint {endpoint}: other processes do not see it")
+            make_token(run_dir)
+            key = key_of(read_token(run_dir))
+            folder = FOLDER if self._run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(self._run_id, safe='')}"
+            run_log = RunLog(run_dir, key, folder=folder)
+            run_log.probe()
+            server = listen(self._host)
+            me = Member(name, self._host, server.getsockname()[1], self._store_server.port)
+        else:
+            if VARIABLE not in os.environ:
+                raise UsageError(
+                    f"--rdzv-endpoint {endpoint}: set {VARIABLE} to the same secret on all nodes,"
+                    " or name a run directory instead"
+                )
+            key = key_of(read_token(RunDir("memory://")))
+            leads, server = _listen_if_mine(*fixed, self._host)
+            me = Member(name, self._host, server.getsockname()[1], self._store_server.port)
+            leader = me if leads else Member("the endpoint", *fixed)
+            run_log = FixedLog(leader, is_mine=leads)
+        return RunNode(me, server, run_log=run_log, key=key, timing=timing)
+
+    # ---- torch's side ------------------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.waiting = True
+        try:
+            return self._next(time.monotonic() + self._join_seconds)
+        finally:
+            self.waiting = False
+
+    def is_closed(self) -> bool:
+        return bool(self._node.closed)
+
+    def set_closed(self) -> None:
+        self._node.close(f"closed by {self._node.me.node}")
+
+    def num_nodes_waiting(self) -> int:
+        """Not 0: there is a newer generation."""
+        return int(self._node.generation.number > self._current.number or self._node.error is not None)
+
+    def shutdown(self) -> bool:
+        """Leave; the others go on."""
+        has_left = self._node.leave(seconds=LEAVE_SECONDS)
+        self._node.stop()
+        return has_left
+
+    # ---- ours --------------------------------------------------------------------------------------------------------
+
+    def _next(self, deadline: float) -> RendezvousInfo:
+        self._node.ready()
+        if 0 < self._node.generation.number == self._current.number:
+            self._node.failed(self._current.number)  # workers have failed here: the others are to start again too
+        after = self._current.number
+        while True:
+            generation = self._wait_for_generation(after, deadline)
+            info = self._meet(generation, deadline)
+            if info is not None:
+                self._current, self.generation = generation, generation.number
+                return info
+            after = generation.number  # its first member has gone before it was there: there will be another one
+            self._node.failed(after)
+
+    def _wait_for_generation(self, after: int, deadline: float) -> Generation:
+        def is_there() -> bool:
+            generation = self._node.generation
+            return generation.number > after and generation.rank_of(self._node.me.node) is not None
+
+        is_met = self._node.wait(is_there, seconds=max(0.0, deadline - time.monotonic()))
+        if isinstance(self._node.error, UsageError):
+            raise self._node.error
+        if self._node.error is not None:
+            raise RendezvousConnectionError(str(self._node.error)) from self._node.error
+        if self._node.closed:
+            raise RendezvousClosedError(self._node.closed)
+        if not is_met:
+            raise RendezvousTimeoutError(f"no generation with this node within {self._join_seconds:g} s")
+        return self._node.generation
+
+    def _meet(self, generation: Generation, deadline: float) -> RendezvousInfo | None:
+        """Agree on where the workers meet; None: there is a newer generation, or the first member does not answer."""
+        rank = generation.rank_of(self._node.me.node)
+        assert rank is not None
+        first = generation.members[0]
+        try:
+            client = TCPStore(first.host, first.store, is_master=False, timeout=STORE_TIMEOUT)
+            store: Store = PrefixStore(f"{generation.epoch}/{generation.number}", client)
+            if rank == 0:
+                store.set(MASTER, f"{self._host} {free_port()}")
+            while not store.check([MASTER]):
+                if self._node.generation.number > generation.number or time.monotonic() > deadline:
+                    return None
+                time.sleep(0.01)
+            host, port = store.get(MASTER).decode().split()
+        except (DistError, RuntimeError, OSError):
+            return None
+        return RendezvousInfo(store, rank, len(generation.members), RendezvousStoreInfo(host, int(port)))
+
+
+def get_handler() -> Callable[[RendezvousParameters], RunRendezvous]:
+    """What torchelastic's entry point asks for."""
+    return create
+
+
+def create(parameters: RendezvousParameters) -> RunRendezvous:
+    """A handler from torchrun's options."""
+    try:
+        timing = Timing(
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            form=float(parameters.get("last_call_timeout", 1.0)),
+            ttl=float(parameters.get("ttl", Timing.ttl)),
+            beat=float(parameters.get("beat", Timing.beat)),
+        )
+        join_seconds = float(parameters.get("join_timeout", parameters.get("timeout", 600.0)))
+    except ValueError as error:
+        raise UsageError(f"--rdzv-conf: {error}; give seconds, such as ttl=2.5") from error
+    if not 0 < 2 * timing.beat <= timing.ttl:
+        raise UsageError(f"--rdzv-conf: beat={timing.beat:g} and ttl={timing.ttl:g}: a node must get to speak twice")
+    return RunRendezvous(
+        parameters.endpoint,
+        run_id=parameters.run_id,
+        timing=timing,
+        local_addr=parameters.local_addr,
+        join_seconds=join_seconds,
+    )
+
+
+def own_address() -> str:
+    """This machine's address on its way out; loopback where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address of nobody; nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return LOOPBACK
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int] | None:
+    """None: it is a run directory."""
+    if not endpoint:
+        raise UsageError("--rdzv-endpoint is empty: give it a run directory that all nodes reach, or HOST:PORT")
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\[\]]+)(?::(\d{1,5}))?", endpoint)
+    if found is None or "://" in endpoint:
+        return None
+    if found[2] is None and (os.path.isdir(endpoint) or found[1] in (".", "..")):
+        return None
+    return found[1].strip("[]"), int(found[2] or ENDPOINT_PORT)
+
+
+def _listen_if_mine(host: str, port: int, own: str) -> tuple[bool, socket.socket]:
+    """Is that address this machine's, and free? Then this node leads."""
+    try:
+        return True, listen(host, port)
+    except OSError:
+        return False, listen(own)

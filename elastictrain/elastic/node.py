@@ -1,0 +1,354 @@
+"""A node of a run: :class:`~elastictrain.elastic.protocol.Peer` with real sockets, a real clock and real storage.
+
+Everything runs in one thread with an event loop; storage is asked in another one, so that it may take its time. Methods of
+:class:`RunNode` may be called from any thread and return at once, except where they say how long they wait.
+
+On failure: storage that does not answer and connections that break are the protocol's business. A log that was written with
+another token, or a bug, ends the node: :attr:`RunNode.error` says why, and every wait returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from elastictrain.elastic import actions
+from elastictrain.elastic.chain import Entry, Generation, Member, Message
+from elastictrain.elastic.leader import Timing
+from elastictrain.elastic.links import MAX_STRANGERS, Link
+from elastictrain.elastic.protocol import Peer
+from elastictrain.elastic.runlog import RunLogError
+from elastictrain.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+
+
+class Log(Protocol):
+    """What a node asks of a run log; see :class:`elastictrain.elastic.runlog.RunLog`."""
+
+    def newest(self) -> Entry: ...
+    def create(self, entry: Entry) -> bool: ...
+    def trim(self, index: int) -> None: ...
+
+
+class RunNode:
+    """One node.
+
+    Args:
+        me: who it is; the port of ``server``.
+        server: listens already.
+        run_log: where the run's nodes agree.
+        key: of the run's token.
+        on_formed: called in the node's thread with each new generation.
+        on_stop_at: the same, with the step behind which no other may begin in this generation, or None.
+
+    Attributes:
+        generation: the newest one that this node knows.
+        closed: why the run is over for all; empty: it is not.
+        error: what has ended this node.
+        num_refused: connections that did not have the token.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        server: socket.socket,
+        *,
+        run_log: Log,
+        key: bytes,
+        timing: Timing,
+        on_formed: Callable[[Generation], None] | None = None,
+        on_stop_at: Callable[[int | None], None] | None = None,
+    ) -> None:
+        self.me, self._server, self._log, self._key = me, server, run_log, key
+        self._on_formed, self._on_stop_at = on_formed, on_stop_at
+        self._peer = Peer(me, timing, chance=random.Random())  # seeded by the system
+        self.generation = Generation()
+        self.closed = ""
+        self.error: BaseException | None = None
+        self.has_left = False
+        self.num_refused = 0
+        self._changed = threading.Condition()
+        self._links: dict[int, Link] = {}
+        self._numbers: dict[Link, int] = {}
+        self._num_accepted = self._num_strangers = 0
+        self._warned: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._storage = ThreadPoolExecutor(1, thread_name_prefix="elastictrain-log")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="elastictrain-node", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ---- from any thread ---------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """It can be a member from now on."""
+        self._ask(self._peer.on_ready)
+
+    def failed(self, number: int) -> None:
+        """Workers of that generation have failed here: there shall be another one."""
+        self._ask(self._peer.on_failed_workers, number)
+
+    def suspect(self) -> None:
+        """A worker has lost a peer."""
+        self._ask(self._peer.on_suspect)
+
+    def close(self, reason: str) -> None:
+        """The run is over for all."""
+        self._ask(self._peer.on_close, reason)
+
+    def steps(self, step: int) -> None:
+        """So many steps are finished."""
+        self._peer.step = step
+
+    def wait(self, is_met: Callable[[], bool], *, seconds: float) -> bool:
+        """Until something about this node is so, it has ended, or the run is closed; whether it is so."""
+        with self._changed:
+            self._changed.wait_for(lambda: is_met() or self.error is not None or bool(self.closed), timeout=seconds)
+            return is_met()
+
+    def leave(self, *, seconds: float) -> bool:
+        """Ask to be let go, and wait for it; whether the others know."""
+        self._ask(self._peer.on_leave)
+        return self.wait(lambda: self.has_left, seconds=seconds)
+
+    def stop(self) -> None:
+        """End the thread and close everything; the others see a node that has gone."""
+        if self._thread.is_alive():
+            self._call(self._loop.stop)
+            self._thread.join()
+        self._storage.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, how: Callable[..., list[actions.Action]], *arguments: Any) -> None:
+        self._call(self._tell, how, *arguments)
+
+    def _call(self, what: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(what, *arguments)
+        except RuntimeError:  # the loop is closed
+            pass
+
+    # ---- in the node's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            server = self._loop.run_until_complete(
+                self._loop.create_server(self._accepted, sock=self._server, backlog=BACKLOG)
+            )
+            self._tell(self._peer.on_start)
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._shut(server))
+        except BaseException as error:
+            self._end(error)
+        finally:
+            self._loop.close()
+
+    async def _shut(self, server: asyncio.Server) -> None:
+        server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self._numbers):
+            link.close()
+        self._numbers.clear()
+        await asyncio.sleep(0.01)  # the last words go out
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    def _tell(self, how: Callable[..., list[actions.Action]], *arguments: Any, **named: Any) -> None:
+        """Let the protocol see an event, and do what it asks for."""
+        if self.error is not None:
+            return
+        try:
+            for action in how(*arguments, now=self._loop.time(), **named):
+                self._do(action)
+        except BaseException as error:  # a bug: better no node than one that has lost its way
+            log.exception("this node's part in the run has ended")
+            self._end(error)
+            return
+        self._set_timer()
+
+    def _end(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+        for link in list(self._numbers):
+            link.close()
+
+    def _set_timer(self) -> None:
+        due = self._peer.deadline
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._peer.deadline:
+            self._tell(self._peer.on_tick)
+        else:
+            self._set_timer()
+
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Send(links, message):
+                text = json.dumps(message, separators=(",", ":")).encode()
+                for number in links:
+                    if (link := self._links.get(number)) is not None:
+                        link.send(text)
+            case actions.Connect(number, to):
+                self._loop.create_task(self._connect(number, to))
+            case actions.Close(links):
+                for number in links:
+                    if (link := self._links.pop(number, None)) is not None:
+                        self._numbers.pop(link, None)
+                        link.close()
+            case actions.Read():
+                self._in_storage(self._log.newest, self._was_read)
+            case actions.Create(entry):
+                self._in_storage(lambda: self._log.create(entry), lambda done: self._was_written(entry, done))
+            case actions.Trim(index):
+                self._in_storage(lambda: self._log.trim(index), lambda _done: None)
+            case actions.Formed(generation):
+                self._notify(generation=generation)
+                if self._on_formed is not None:
+                    self._on_formed(generation)
+            case actions.StopAt(boundary):
+                if self._on_stop_at is not None:
+                    self._on_stop_at(boundary)
+            case actions.Left():
+                self._notify(has_left=True)
+            case actions.Closed(reason):
+                self._notify(closed=reason)
+
+    def _notify(self, **changes: Any) -> None:
+        with self._changed:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+    # ---- storage -----------------------------------------------------------------------------------------------------
+
+    def _in_storage(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        def ask() -> None:
+            try:
+                done: Any = work()
+            except Exception as error:
+                done = error
+            self._call(then, done)
+
+        try:
+            self._storage.submit(ask)
+        except RuntimeError:  # it is shut down
+            pass
+
+    def _was_read(self, done: Any) -> None:
+        if isinstance(done, Entry):
+            self._tell(self._peer.on_entry, done)
+        elif isinstance(done, (RunLogError, UsageError)):
+            self._end(done)
+        else:
+            log.warning("the run log cannot be read: %s", done)
+            self._tell(self._peer.on_storage_failed)
+
+    def _was_written(self, entry: Entry, done: Any) -> None:
+        if isinstance(done, (RunLogError, UsageError)):
+            self._end(done)
+            return
+        if isinstance(done, Exception):
+            log.warning("the run log cannot be written: %s", done)
+            done = None
+        self._tell(self._peer.on_created, entry, done)
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def _new_link(self, *, number: int | None) -> Link:
+        is_client = number is not None
+        link = Link(
+            self._key,
+            is_client=is_client,
+            on_open=self._opened,
+            on_message=self._heard,
+            on_closed=self._was_closed,
+            on_refused=self._refused,
+        )
+        if number is not None:
+            self._links[number], self._numbers[link] = link, number
+        return link
+
+    def _accepted(self) -> Link:
+        link = self._new_link(number=None)
+        self._num_strangers += 1
+        if self._num_strangers > MAX_STRANGERS:
+            self._loop.call_soon(link.close)
+        return link
+
+    async def _connect(self, number: int, to: Member) -> None:
+        link = self._new_link(number=number)
+        try:
+            await self._loop.create_connection(lambda: link, to.host, to.port)
+        except OSError as error:
+            if self._links.pop(number, None) is not None:
+                self._numbers.pop(link, None)
+                self._tell(self._peer.on_link_lost, number, was_refused=isinstance(error, ConnectionRefusedError))
+            return
+        if number not in self._links:  # it was given up meanwhile
+            link.close()
+
+    def _opened(self, link: Link) -> None:
+        number = self._numbers.get(link)
+        if number is None:
+            self._num_strangers -= 1
+            self._num_accepted += 1
+            number = self._num_accepted
+            self._links[number], self._numbers[link] = link, number
+        else:
+            self._tell(self._peer.on_link, number)
+
+    def _heard(self, link: Link, message: Message) -> None:
+        number = self._numbers.get(link)
+        if number is not None:
+            self._tell(self._peer.on_message, number, message)
+
+    def _was_closed(self, link: Link, was_open: bool) -> None:
+        number = self._numbers.pop(link, None)
+        if number is not None:
+            self._links.pop(number, None)
+            self._tell(self._peer.on_link_lost, number)
+        elif not was_open:
+            self._num_strangers -= 1
+
+    def _refused(self, link: Link, why: str) -> None:
+        self.num_refused += 1
+        if link.address not in self._warned and len(self._warned) < 1000:
+            self._warned.add(link.address)
+            log.warning("refused a connection with %s: %s; said once for each address", link.address, why)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket for a node, on one address of this machine.
+
+    Raises:
+        OSError: the address is not this machine's, or somebody has the port.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, kind, protocol)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen(BACKLOG)
+    except BaseException:
+        server.close()
+        raise
+    return server

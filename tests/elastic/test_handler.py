@@ -1,0 +1,238 @@
+"""Stock torchrun with ``--rdzv-backend=elastictrain``: real agents, killed ones too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from elastictrain.channel import key_of
+from elastictrain.checkpoint.token import read_token
+from elastictrain.elastic.handler import BACKEND, RunRendezvous, _host_and_port, create
+from elastictrain.elastic.runlog import RunLog
+from elastictrain.errors import UsageError
+from elastictrain.rundir import RunDir
+from tests.elastic.fleet import ROOT, wait_for
+from tests.helpers import free_port
+
+WORKER = ROOT / "tests" / "elastic" / "rendezvous_worker.py"
+PATIENT = {"ttl": 15.0, "last_call_timeout": 0.5}
+
+
+def parameters(endpoint: str, *, nodes: tuple[int, int] = (1, 4), **more: Any) -> RendezvousParameters:
+    return RendezvousParameters(BACKEND, endpoint, "job", *nodes, local_addr="127.0.0.1", **{**PATIENT, **more})
+
+
+def all_next(handlers: list[RunRendezvous]) -> list[RendezvousInfo]:
+    done: list[Any] = [None] * len(handlers)
+
+    def go(index: int) -> None:
+        try:
+            done[index] = handlers[index].next_rendezvous()
+        except Exception as error:
+            done[index] = error
+
+    threads = [threading.Thread(target=go, args=(index,)) for index in range(len(handlers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    for one in done:
+        assert isinstance(one, RendezvousInfo), one
+    return done
+
+
+@pytest.fixture
+def handlers(tmp_path: Path) -> Iterator[list[RunRendezvous]]:
+    made = [create(parameters(str(tmp_path), nodes=(3, 4)))]
+    made += [create(parameters(str(tmp_path), nodes=(3, 4))) for _ in range(2)]
+    yield made
+    for handler in made:
+        handler._node.stop()
+
+
+def test_ranks_and_a_store_for_all(handlers: list[RunRendezvous]) -> None:
+    infos = all_next(handlers)
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert {info.world_size for info in infos} == {3}
+    assert len({str(info.bootstrap_store_info) for info in infos}) == 1
+    infos[0].store.set("word", "given")
+    assert [info.store.get("word") for info in infos] == [b"given"] * 3
+    assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0, 0]
+    assert not any(handler.is_closed() for handler in handlers)
+
+
+def test_failed_workers_of_one_node_bring_all_into_a_new_generation(handlers: list[RunRendezvous]) -> None:
+    first = all_next(handlers)
+    threads = threading.Thread(target=handlers[1].next_rendezvous)
+    threads.start()
+    wait_for(lambda: handlers[0].num_nodes_waiting() and handlers[2].num_nodes_waiting())
+    again = all_next([handlers[0], handlers[2]])
+    threads.join(60)
+    assert [info.rank for info in again] == [first[0].rank, first[2].rank]
+    first[0].store.set("word", "old")
+    assert not again[0].store.check(["word"]), "the generations share a store"
+
+
+def test_one_that_leaves_closes_nothing_for_the_others(tmp_path: Path) -> None:
+    made = [create(parameters(str(tmp_path), last_call_timeout=2.0)) for _ in range(2)]
+    try:
+        assert {info.world_size for info in all_next(made)} == {2}
+        assert made[0].shutdown()
+        wait_for(lambda: made[1].num_nodes_waiting() == 1)
+        assert not made[1].is_closed()
+        assert made[1].next_rendezvous().world_size == 1
+        assert made[1].shutdown()
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
+def test_too_few_nodes_is_a_timeout_and_a_closed_run_is_said(tmp_path: Path) -> None:
+    handler = create(parameters(str(tmp_path), nodes=(2, 2), join_timeout=0.5))
+    try:
+        with pytest.raises(RendezvousTimeoutError):
+            handler.next_rendezvous()
+        handler.set_closed()
+        wait_for(handler.is_closed)
+        with pytest.raises(RendezvousClosedError):
+            handler.next_rendezvous()
+    finally:
+        handler._node.stop()
+
+
+def test_a_host_and_port_is_led_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    monkeypatch.delenv("ELASTICTRAIN_TOKEN", raising=False)
+    with pytest.raises(UsageError, match="ELASTICTRAIN_TOKEN"):
+        create(parameters(endpoint))
+    monkeypatch.setenv("ELASTICTRAIN_TOKEN", "a secret of all the nodes")
+    made = [create(parameters(endpoint, nodes=(2, 2))) for _ in range(2)]
+    try:
+        assert {info.world_size for info in all_next(made)} == {2}
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
+def test_what_an_endpoint_may_be() -> None:
+    assert _host_and_port("node7:1234") == ("node7", 1234)
+    assert _host_and_port("node7") == ("node7", 29400)
+    assert _host_and_port("[::1]:80") == ("::1", 80)
+    for folder in ("/shared/run", "s3://bucket/run", "runs/a", "./run", "."):
+        assert _host_and_port(folder) is None
+    for endpoint, complaint in [("", "is empty"), ("memory://run", "do not see it")]:
+        with pytest.raises((UsageError, ValueError), match=complaint):
+            create(parameters(endpoint))
+
+
+def test_options_that_cannot_be(tmp_path: Path) -> None:
+    for more, complaint in [({"ttl": "soon"}, "give seconds"), ({"ttl": "0.3"}, "speak twice")]:
+        with pytest.raises(UsageError, match=complaint):
+            create(parameters(str(tmp_path), **more))
+
+
+# ---- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+class Agents:
+    """torchrun processes on addresses of their own."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.run_dir, self.out = tmp_path / "run", tmp_path / "out"
+        self.out.mkdir()
+        # What pyproject.toml registers, whether or not it is what is installed.
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        meta = tmp_path / "meta" / "registered-0.dist-info"
+        meta.mkdir(parents=True)
+        (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: registered\nVersion: 0\n")
+        points = project["entry-points"]["torchrun.handlers"]
+        (meta / "entry_points.txt").write_text(
+            "[torchrun.handlers]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
+        )
+        self.env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{meta.parent}", "OMP_NUM_THREADS": "1"}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, address: str, *, nodes: str = "2:3") -> None:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1",
+            "--rdzv-backend", "elastictrain", "--rdzv-endpoint", str(self.run_dir), "--local-addr", address,
+            "--rdzv-conf", "ttl=20,last_call_timeout=30", "--monitor-interval", "0.1", str(WORKER), str(self.out),
+        ]  # fmt: skip
+        with open(self.out.parent / f"{address}.txt", "wb") as file:
+            self.running[address] = subprocess.Popen(
+                command, stdout=file, stderr=file, env=self.env, cwd=ROOT, start_new_session=True
+            )
+
+    def kill(self, address: str) -> None:
+        """The whole node."""
+        agent = self.running.pop(address)
+        workers = [line["pid"] for line in self.lines() if line["agent"] == agent.pid]
+        for pid in [agent.pid, *workers]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        agent.wait()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.out.glob("*.json")]
+
+    def are(self, world: int, *, number: int) -> bool:
+        """So many of this size have met, of agents that are alive."""
+        agents = {agent.pid for agent in self.running.values()}
+        them = [line for line in self.lines() if line["world"] == world and line["agent"] in agents]
+        assert all(line["sum"] == world * (world + 1) / 2 for line in them)
+        return len({line["rank"] for line in them}) == world and len(them) >= number
+
+    def leader(self) -> str:
+        key = key_of(read_token(RunDir(self.run_dir)))
+        leader = RunLog(RunDir(self.run_dir), key).newest().leader
+        assert leader is not None
+        return leader.host
+
+    def said(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.out.parent.glob("*.txt")))
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    made = Agents(tmp_path)
+    yield made
+    for address in list(made.running):
+        made.kill(address)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_goes_on_when_the_node_of_the_rendezvous_dies(agents: Agents) -> None:
+    """The master node dies, a worker dies, another node joins; and the end is the end for all."""
+    try:
+        for number in (2, 3, 4):
+            agents.start(f"127.0.0.{number}")
+        wait_for(lambda: agents.are(3, number=3), seconds=150)
+        agents.kill(agents.leader())
+        wait_for(lambda: agents.are(2, number=2), seconds=150)
+        agents.start("127.0.0.5")
+        wait_for(lambda: agents.are(3, number=5), seconds=150)
+        (agents.out / "stop").touch()
+        for agent in agents.running.values():
+            assert agent.wait(timeout=100) == 0
+    except BaseException:
+        print(agents.said())
+        raise

@@ -1,0 +1,293 @@
+"""Real nodes on the loopback: processes that are killed and stopped, and strangers at the door."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastictrain.channel import HELLO_BYTES, MAGIC, Channel, ChannelError, RefusedError, key_of, packed, proof
+from elastictrain.elastic.chain import Member
+from elastictrain.elastic.leader import Timing
+from elastictrain.elastic.node import RunNode, listen
+from elastictrain.elastic.runlog import FixedLog, RunLog, RunLogError
+from elastictrain.rundir import RunDir
+from tests.elastic.fleet import TOKEN, NodeProcess, make_node, wait_for
+
+# Long enough for a machine that is very busy: only a process that is stopped is silent for so long.
+PATIENT = Timing(min_nodes=1, max_nodes=8, ttl=15.0, beat=0.25)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[RunNode]]:
+    made = [make_node(f"n{number}", str(tmp_path), PATIENT) for number in range(3)]
+    for node in made:
+        node.start()
+        node.ready()
+    try:
+        for node in made:
+            assert node.wait(lambda node=node: len(node.generation.members) == 3, seconds=60)
+        yield made
+    finally:
+        for node in made:
+            node.stop()
+
+
+def leader_of(nodes: list[RunNode]) -> RunNode:
+    return next(node for node in nodes if node._peer.leading is not None)
+
+
+def test_nodes_find_each_other_lose_one_and_let_one_go(nodes: list[RunNode], tmp_path: Path) -> None:
+    assert len({node.generation for node in nodes}) == 1
+    gone = next(node for node in nodes if node is not leader_of(nodes))
+    gone.stop()
+    rest = [node for node in nodes if node is not gone]
+    for node in rest:
+        assert node.wait(lambda node=node: len(node.generation.members) == 2, seconds=60)
+    leaving = next(node for node in rest if node is not leader_of(rest))
+    assert leaving.leave(seconds=60)
+    last = leader_of(rest)
+    assert last.wait(lambda: last.generation.members == (last.me,), seconds=60)
+    assert RunLog(RunDir(str(tmp_path)), key_of(TOKEN)).newest().generation == last.generation
+
+
+def test_a_closed_run_is_closed_for_all_and_the_next_start_opens_it(nodes: list[RunNode], tmp_path: Path) -> None:
+    nodes[0].close("enough")
+    for node in nodes:
+        node.wait(lambda: False, seconds=60)
+        assert node.closed == "enough"
+        node.stop()
+    again = make_node("again", str(tmp_path), PATIENT)
+    again.start()
+    again.ready()
+    try:
+        assert again.wait(lambda: len(again.generation.members) == 1, seconds=60) and not again.closed
+    finally:
+        again.stop()
+
+
+def test_a_fixed_endpoint_leads_and_needs_no_log() -> None:
+    server = listen("127.0.0.1")
+    me = Member("leader", *server.getsockname()[:2])
+    made = [RunNode(me, server, run_log=FixedLog(me, is_mine=True), key=key_of(TOKEN), timing=PATIENT)]
+    other = listen("127.0.0.1")
+    follower = Member("other", *other.getsockname()[:2])
+    log = FixedLog(Member("the endpoint", me.host, me.port), is_mine=False)
+    made.append(RunNode(follower, other, run_log=log, key=key_of(TOKEN), timing=PATIENT))
+    try:
+        for node in made:
+            node.start()
+            node.ready()
+        for node in made:
+            assert node.wait(lambda node=node: len(node.generation.members) == 2, seconds=60)
+    finally:
+        for node in made:
+            node.stop()
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[dict[str, NodeProcess]]:
+    url = str(tmp_path / "run")
+    timing = json.dumps({"ttl": 4.0})
+    made = {name: NodeProcess(name, url, num=(1, 4), out=tmp_path, timing=timing) for name in "abcd"}
+    try:
+        wait_for(lambda: all(len(node.newest()["members"]) == 4 for node in made.values()))
+        yield made
+    finally:
+        for node in made.values():
+            node.end()
+
+
+def newest_leader(fleet: dict[str, NodeProcess], tmp_path: Path) -> NodeProcess:
+    leader = RunLog(RunDir(str(tmp_path / "run")), key_of(TOKEN)).newest().leader
+    assert leader is not None
+    return fleet[leader.node]
+
+
+def agreed(nodes: list[NodeProcess]) -> bool:
+    names = {node.name for node in nodes}
+    return all(set(node.newest()["members"]) == names for node in nodes)
+
+
+@pytest.mark.slow
+def test_a_leader_and_then_a_member_are_killed(fleet: dict[str, NodeProcess], tmp_path: Path) -> None:
+    for is_leader in (True, False):
+        leader = newest_leader(fleet, tmp_path)
+        victim = leader if is_leader else next(node for node in fleet.values() if node is not leader)
+        epoch = victim.newest()["epoch"]
+        victim.process.kill()
+        victim.process.wait()
+        del fleet[victim.name]
+        wait_for(lambda: agreed(list(fleet.values())))
+        assert (next(iter(fleet.values())).newest()["epoch"] > epoch) == is_leader
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_stopped_comes_back_as_one_of_many(fleet: dict[str, NodeProcess], tmp_path: Path) -> None:
+    frozen = newest_leader(fleet, tmp_path)
+    frozen.process.send_signal(signal.SIGSTOP)
+    rest = [node for node in fleet.values() if node is not frozen]
+    wait_for(lambda: agreed(rest))
+    frozen.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: agreed(list(fleet.values())))
+    assert newest_leader(fleet, tmp_path) is not frozen
+    generations = {(line["number"], tuple(line["members"])) for node in fleet.values() for line in node.said()}
+    assert len(generations) == len({number for number, _ in generations}), "two generations of one number"
+
+
+@pytest.mark.slow
+def test_sigterm_lets_one_node_go_at_a_boundary(fleet: dict[str, NodeProcess]) -> None:
+    gone = fleet.pop("b")
+    gone.process.terminate()
+    assert gone.process.wait(timeout=60) == 0
+    wait_for(lambda: agreed(list(fleet.values())))
+    assert fleet["a"].newest()["boundary"] > 0
+
+
+# ---- strangers --------------------------------------------------------------------------------------------------------
+
+
+def knock(node: RunNode) -> socket.socket:
+    connection = socket.create_connection((node.me.host, node.me.port), timeout=30)
+    connection.settimeout(30)
+    return connection
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):
+            pass
+    except OSError:
+        pass
+    return True
+
+
+def _shake(connection: socket.socket) -> bytes:
+    """The start of a handshake by somebody without the token; what the node has said."""
+    connection.sendall(MAGIC + bytes(32))
+    return connection.recv(32)
+
+
+def a_port_scan(node: RunNode) -> None:
+    connection = knock(node)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert is_hung_up(connection)
+
+
+def a_wrong_token(node: RunNode) -> None:
+    with pytest.raises(RefusedError):
+        Channel.connect(knock(node), key_of("another token than theirs"), seconds=30)
+
+
+def a_replayed_handshake(node: RunNode) -> None:
+    """What a good node has said, again."""
+    key = key_of(TOKEN)
+    with knock(node) as first:
+        theirs = _shake(first)
+        said = proof(key, "client", bytes(32) + theirs)
+        first.sendall(said)
+        assert len(first.recv(32)) == 32, "the first time it is good"
+    with knock(node) as second:
+        _shake(second)
+        second.sendall(said)
+        assert is_hung_up(second)
+
+
+def garbage(node: RunNode) -> None:
+    connection = knock(node)
+    connection.sendall(MAGIC + os.urandom(32))
+    connection.recv(32)
+    connection.sendall(os.urandom(2000))
+    assert is_hung_up(connection)
+
+
+def a_forged_frame(node: RunNode) -> None:
+    connection = knock(node)
+    Channel.connect(connection, key_of(TOKEN), seconds=30)
+    frame = packed(b'{"is":"hello"}')
+    connection.sendall(frame + bytes(32))
+    assert is_hung_up(connection)
+
+
+def ten_gigabytes(node: RunNode) -> None:
+    connection = knock(node)
+    Channel.connect(connection, key_of(TOKEN), seconds=30)
+    connection.sendall(struct.pack(">II", 0xFFFFFFFF, 0xFFFFFFFF))
+    assert is_hung_up(connection)
+
+
+def ten_gigabytes_before_the_handshake(node: RunNode) -> None:
+    connection = knock(node)
+    connection.sendall(struct.pack(">Q", 10 << 30) + bytes(HELLO_BYTES))
+    assert is_hung_up(connection)
+
+
+STRANGERS = [a_port_scan, a_wrong_token, a_replayed_handshake, garbage, a_forged_frame, ten_gigabytes,
+             ten_gigabytes_before_the_handshake]  # fmt: skip
+
+
+def test_strangers_are_refused_told_of_once_and_have_no_effect(
+    nodes: list[RunNode], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, before = leader_of(nodes), nodes[0].generation
+    with caplog.at_level(logging.WARNING, logger="elastictrain"):
+        for number, stranger in enumerate(STRANGERS, 1):
+            stranger(target)
+            assert (
+                target.wait(lambda number=number: target.num_refused >= number, seconds=0.0)
+                or wait_for(lambda number=number: target.num_refused >= number) is None
+            ), stranger.__name__
+    warnings = [record for record in caplog.records if "refused a connection" in record.message]
+    assert len(warnings) == 1, "one address, one line"
+    assert all(node.generation == before and node.error is None for node in nodes)
+    assert [path.name for path in sorted((tmp_path / "log").iterdir())][-1] == f"{target._peer.entry.index:08d}"
+
+
+def test_a_node_that_says_what_it_must_not_say_is_dropped_alone(nodes: list[RunNode]) -> None:
+    target, before = leader_of(nodes), nodes[0].generation
+    for words in (
+        {"is": "beat"},
+        {"is": "hello"},
+        {"is": "hello", "member": ["x"], "epoch": 1},
+        {"is": "heard?"},
+        {"epoch": "x"},
+    ):
+        channel = Channel.connect(knock(target), key_of(TOKEN), seconds=30)
+        channel.send(words)
+        with pytest.raises((ChannelError, OSError)):
+            while True:
+                channel.receive(seconds=30)
+    assert all(node.generation == before and node.error is None for node in nodes)
+
+
+def test_a_node_with_another_token_ends_and_leaves_the_log_alone(nodes: list[RunNode], tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (tmp_path / "log").iterdir()}
+    stranger = make_node("stranger", str(tmp_path), PATIENT, token="some other token")
+    stranger.start()
+    try:
+        stranger.wait(lambda: False, seconds=60)
+        assert isinstance(stranger.error, RunLogError)
+    finally:
+        stranger.stop()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "log").iterdir()} == before
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    node = make_node("alone", str(tmp_path), PATIENT)
+    node.start()
+    node.ready()
+    assert node.wait(lambda: len(node.generation.members) == 1, seconds=60)
+    node.stop()
+    wait_for(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()], seconds=30)
