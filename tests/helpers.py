@@ -48,6 +48,11 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish. The text holds each rank's traceback, the first to fail first."""
 
 
+def apart(a: float, b: float) -> float:
+    """Distance of two fp32 numbers as a part of their size: how sums are rounded depends on the kind of processor."""
+    return abs(a - b) / max(1.0, abs(b))
+
+
 def free_port() -> int:
     """A TCP port on the loopback that nobody listens on.
 

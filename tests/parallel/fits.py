@@ -12,7 +12,7 @@ from torch import Tensor
 from elastictrain import Callback, Task, Trainer, UsageError
 from elastictrain.callback import StepInfo
 from elastictrain.callbacks import GradientClipping
-from tests.helpers import run_ranks
+from tests.helpers import apart, run_ranks
 from tests.parallel.piped import whole
 
 STEPS = 5
@@ -79,7 +79,7 @@ def check(world_size: int, cases: Sequence[Case], make: Callable[[str], Task], *
         for seen in (found[name, mesh] for found in on_ranks):
             assert isinstance(seen, Seen), f"{where}: {seen}"
             for mine, theirs in ((seen.losses, expected.losses), (seen.norms, expected.norms)):
-                differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(mine, theirs, strict=True)]
+                differences = [apart(a, b) for a, b in zip(mine, theirs, strict=True)]
                 assert max(differences, default=0.0) <= 1e-6, f"{where}: {mine} instead of {theirs}"
             for key, tensor in seen.state.items():
                 message = f"{where}: {key}"

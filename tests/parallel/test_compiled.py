@@ -19,7 +19,7 @@ from elastictrain.comparing import worst
 from elastictrain.config import Compilation, StepPlan
 from elastictrain.parallel.build import _cut
 from elastictrain.parallel.compiled import missing_to_compile
-from tests.helpers import logged, run_ranks
+from tests.helpers import apart, logged, run_ranks
 from tests.parallel.llama import Options, Seen, steps_of
 from tests.trainer.tasks import Recorded, train
 
@@ -83,9 +83,9 @@ def _same(tmp_path: Path, world_size: int, mesh: str, callbacks: list[Any]) -> N
     compiled = run_ranks(_fit, world_size, tmp_path / "compiled", mesh, callbacks, timeout=500.0)
     losses = [logged(tmp_path / name, "train/loss") for name in ("eager", "compiled")]
     assert losses[0] and losses[0].keys() == losses[1].keys()
-    assert max(abs(losses[0][step] - losses[1][step]) for step in losses[0]) <= 1e-6
+    assert max(apart(losses[0][step], losses[1][step]) for step in losses[0]) <= 1e-6
     errors = [logged(tmp_path / name, "error") for name in ("eager", "compiled")]
-    assert errors[0] == pytest.approx(errors[1], abs=1e-6)
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6, abs=1e-6)
     for (expected, calls), (found, more_calls) in zip(eager, compiled, strict=True):
         assert more_calls == calls + 2, "the first slot once compiled and once eager"
         assert list(found) == list(expected)
@@ -232,8 +232,8 @@ def test_with_tensor_parallelism(world_size: int, mesh: str) -> None:
     """An embedding that is still being summed over ranks enters the first compiled block."""
     (eager,) = run_ranks(_llama, 1, "auto", [])
     for seen in run_ranks(_llama, world_size, mesh, [Compile(backend="aot_eager")], timeout=150.0):
-        assert seen.losses == pytest.approx(eager.losses, abs=1e-6)
-        assert seen.norms == pytest.approx(eager.norms, abs=1e-6)
+        assert seen.losses == pytest.approx(eager.losses, rel=1e-6, abs=1e-6)
+        assert seen.norms == pytest.approx(eager.norms, rel=1e-6, abs=1e-6)
         for name, tensor in eager.weights.items():
             torch.testing.assert_close(seen.weights[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
 
@@ -255,9 +255,9 @@ def test_in_a_pipeline(recompute: list[Any]) -> None:
     (eager,) = run_ranks(_llama, 1, "auto", [])
     stages = run_ranks(_llama, 2, "pp=2", [Compile(backend="aot_eager"), *recompute], timeout=150.0)
     for seen in stages:
-        assert seen.losses == pytest.approx(eager.losses, abs=1e-6)
+        assert seen.losses == pytest.approx(eager.losses, rel=1e-6, abs=1e-6)
     norms = [math.hypot(*both) for both in zip(*(seen.norms for seen in stages), strict=True)]
-    assert norms == pytest.approx(eager.norms, abs=1e-6)
+    assert norms == pytest.approx(eager.norms, rel=1e-6, abs=1e-6)
 
 
 def test_compiled_where_a_backward_pass_comes_in_two_halves() -> None:

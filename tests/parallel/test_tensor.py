@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from elastictrain import Trainer, UsageError
 from elastictrain.parallel.plans import STYLES, read_plan
 from examples.byte_lm import ByteLM
-from tests.helpers import RankError, run_ranks
+from tests.helpers import RankError, apart, run_ranks
 from tests.parallel.llama import Llama, Options, Seen, steps_of, variant
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,8 +41,8 @@ def check(options: Options, world_size: int, mesh: str, **more: Any) -> Seen:
     for seen in ranks:
         assert seen.losses == ranks[0].losses, "every rank reports the same"
         assert seen.losses.keys() == one.losses.keys()
-        assert max(abs(seen.losses[step] - one.losses[step]) for step in one.losses) <= TOLERANCE
-        assert max(abs(a - b) for a, b in zip(seen.norms, one.norms, strict=True)) <= TOLERANCE
+        assert max(apart(seen.losses[step], one.losses[step]) for step in one.losses) <= TOLERANCE
+        assert max(apart(a, b) for a, b in zip(seen.norms, one.norms, strict=True)) <= TOLERANCE
         assert seen.trainable == one.trainable
         # Where a gradient is nothing but rounding, Adam makes a step of it.
         for_weights = 5e-3 if options.optimizer == "adamw" else 2e-5

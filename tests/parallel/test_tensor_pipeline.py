@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastictrain.callbacks import GradientClipping
-from tests.helpers import run_ranks
+from tests.helpers import apart, run_ranks
 from tests.parallel.llama import Options, Seen, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -38,9 +38,11 @@ def test_every_axis_at_once(world_size: int, mesh: str, options: Options) -> Non
     held: set[str] = set()
     for seen in run_ranks(_train, world_size, options, mesh, timeout=150):
         assert seen.losses.keys() == expected.losses.keys()
-        assert max(abs(seen.losses[step] - expected.losses[step]) for step in expected.losses) <= 1e-6
+        assert max(apart(seen.losses[step], expected.losses[step]) for step in expected.losses) <= 1e-6
+        # AdamW makes a step of a gradient that is all but zero, and whichever way that was rounded.
+        atol = 1e-4 if options.optimizer == "adamw" else 1e-5
         for name, tensor in seen.weights.items():
             whole = expected.weights["embed.weight" if options.tied and name == "head.weight" else name]
-            torch.testing.assert_close(tensor, whole, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(tensor, whole, rtol=1e-4, atol=atol, msg=name)
         held |= seen.weights.keys()
     assert held >= expected.weights.keys()

@@ -91,7 +91,7 @@ def test_epoch_values_and_stops_are_those_of_one_rank(module: Any, tmp_path: Pat
         own = ["train_precision", "train_recall"]  # logged on steps alone, as the loss of that module
         own += ["loss"] if issubclass(module, talkative.SeveralLoaders) else []
         shared = {name: value for name, value in one[3].items() if "step" not in name and name not in own}
-        assert {name: metrics[name] for name in shared} == pytest.approx(shared, abs=1e-6)
+        assert {name: metrics[name] for name in shared} == pytest.approx(shared, rel=1e-6, abs=1e-6)
     one_rows, two_rows = _rows(tmp_path / "one"), _rows(tmp_path / "two")
     names = [
         name for name in one_rows[0] if name.endswith("_epoch") or (name.startswith("val_") and "step" not in name)
@@ -102,4 +102,4 @@ def test_epoch_values_and_stops_are_those_of_one_rank(module: Any, tmp_path: Pat
             [(row["step"], float(row[name])) for row in rows if row[name]] for rows in (one_rows, two_rows)
         )
         assert [step for step, _ in of_one] == [step for step, _ in of_two], name
-        assert [value for _, value in of_one] == pytest.approx([value for _, value in of_two], abs=1e-6), name
+        assert [value for _, value in of_one] == pytest.approx([value for _, value in of_two], rel=1e-6, abs=1e-6), name

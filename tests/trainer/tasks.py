@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from elastictrain import CheckpointConfig, Task, Trainer
 from elastictrain.data import SampleStream
+from tests.helpers import apart
 
 NUM_SAMPLES = 100
 
@@ -133,6 +134,6 @@ def merged(by_rank: Iterable[dict[tuple[int, int], list[int]]]) -> dict[tuple[in
 
 
 def farthest(a: dict[int, float], b: dict[int, float]) -> float:
-    """Largest distance of two curves over the same steps."""
+    """Largest distance of two curves over the same steps, as :func:`~tests.helpers.apart` counts it."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-    return max(abs(a[step] - b[step]) for step in a)
+    return max(apart(a[step], b[step]) for step in a)

@@ -472,13 +472,13 @@ def test_evaluation_on_any_mesh(tmp_path: Path) -> None:
     _fit(tmp_path, 5, val_every=5)
     expected = logged(tmp_path, "val/loss")[5]
     ((fresh, tested, predicted),) = run_ranks(_evaluate, 1, tmp_path, "auto")
-    assert fresh[0]["val/loss"] == pytest.approx(expected, abs=1e-6)
-    assert tested[0]["test/loss"] == pytest.approx(expected, abs=1e-6)
+    assert fresh[0]["val/loss"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert tested[0]["test/loss"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert predicted.shape == (100, 1)
     for mesh, world_size in (("dp_replicate=3", 3), ("dp_shard=2", 2)):
         for values, tests, outputs in run_ranks(_evaluate, world_size, tmp_path, mesh):
-            assert values[0]["val/loss"] == pytest.approx(expected, abs=1e-6)
-            assert tests[0]["test/loss"] == pytest.approx(expected, abs=1e-6)
+            assert values[0]["val/loss"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+            assert tests[0]["test/loss"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
             torch.testing.assert_close(outputs, predicted, atol=1e-6, rtol=1e-5)
 
 
@@ -498,7 +498,7 @@ def _fit_and_validate(rank: int, world_size: int, mesh: str) -> Any:
 def test_a_task_can_be_used_again(mesh: str, world_size: int) -> None:
     for last, again, num_parameters in run_ranks(_fit_and_validate, world_size, mesh):
         assert num_parameters == 769
-        assert last is None or again == pytest.approx(last, abs=1e-6)
+        assert last is None or again == pytest.approx(last, rel=1e-6, abs=1e-6)
 
 
 # ---- under lightning.Trainer ---------------------------------------------------------------------------------------
