@@ -22,7 +22,7 @@ from typing import Any
 
 from elastictrain.checkpoint.drain import Drain, whole_line
 
-NICENESS = 10
+NICENESS = 12  # the fifteenth part of a core where training needs all of them
 LINGER_SECONDS = 120.0
 MAX_IMAGES = 2  # mapped at a time
 

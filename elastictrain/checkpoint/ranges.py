@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -25,12 +24,13 @@ from elastictrain.checkpoint.image import DTYPES
 from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name
 from elastictrain.checkpoint.pieces import Piece
 from elastictrain.checkpoint.storage import open_local
+from elastictrain.checkpoint.threads import in_threads
 from elastictrain.rundir import RunDir
 
-READ_BYTES = 4 << 20  # of one local read: it is hashed while it is still in the processor's cache
+PART_BYTES = 8 << 20  # what one thread reads at a time: whole huge pages, so that no two make the same page
+STEP_BYTES = 1 << 20  # of one local read: it is hashed while it is still in the processor's cache
 REQUEST_BYTES = 16 << 20  # of one request to an object store
 UNDER_WAY_BYTES = 512 << 20  # of all requests to an object store that are under way
-NUM_READERS = 4  # threads that read local files and compare hashes
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Ranges:
     def _read_into(self, ranges: Sequence[tuple[str, int, int]], views: Sequence[memoryview]) -> None:
         parts: list[tuple[str, int, memoryview]] = []
         for (file, start, end), view in zip(ranges, views, strict=True):
-            size = max(READ_BYTES if self._folder.is_local else REQUEST_BYTES, self._manifests[file].blocks.block_bytes)
+            size = max(PART_BYTES if self._folder.is_local else REQUEST_BYTES, self._manifests[file].blocks.block_bytes)
             parts += [(file, place, view[place - start : place - start + size]) for place in range(start, end, size)]
         if self._folder.is_local:
             self._read_local(parts)
@@ -123,7 +123,7 @@ class Ranges:
                 self._read_remote(batch)
 
     def _read_local(self, parts: Sequence[tuple[str, int, memoryview]]) -> None:
-        with ExitStack() as files, ThreadPoolExecutor(min(NUM_READERS, os.cpu_count() or 1)) as pool:
+        with ExitStack() as files:
             opened: dict[str, int] = {}
             for file in dict.fromkeys(file for file, _, _ in parts):
                 try:
@@ -134,18 +134,20 @@ class Ranges:
 
             def read(part: tuple[str, int, memoryview]) -> None:
                 file, start, view = part
-                place = 0
-                while place < len(view):
-                    if not (got := os.preadv(opened[file], [view[place:]], start + place)):
-                        raise self._short(file, start, start + len(view))
-                    place += got
-                self.check(file, start, view)
+                size = max(STEP_BYTES, self._manifests[file].blocks.block_bytes)
+                for place in range(0, len(view), size):
+                    step = view[place : place + size]
+                    self._read_step(file, opened[file], start + place, step)
+                    self.check(file, start + place, step)
 
-            try:
-                list(pool.map(read, parts))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            in_threads(read, parts)
+
+    def _read_step(self, file: str, descriptor: int, start: int, view: memoryview) -> None:
+        place = 0
+        while place < len(view):
+            if not (got := os.preadv(descriptor, [view[place:]], start + place)):
+                raise self._short(file, start, start + len(view))
+            place += got
 
     def _read_remote(self, parts: Sequence[tuple[str, int, memoryview]]) -> None:
         paths = [self._folder.join(file) for file, _, _ in parts]

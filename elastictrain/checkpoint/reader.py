@@ -33,9 +33,12 @@ from elastictrain.checkpoint.contents import Contents
 from elastictrain.checkpoint.image import DTYPES
 from elastictrain.checkpoint.manifest import DamagedError, shard_name, tensors_of, values_of
 from elastictrain.checkpoint.ranges import Ranges, Want
+from elastictrain.checkpoint.threads import in_threads
 from elastictrain.errors import CheckpointError
 from elastictrain.rundir import RunDir, answering
 from elastictrain.state import TensorSpec
+
+COPY_BYTES = 8 << 20  # what one thread copies at a time
 
 
 class CheckpointReader(StorageReader):
@@ -150,10 +153,12 @@ class CheckpointReader(StorageReader):
                 boxes = self.ranges.boxes(wants)
         except DamagedError as error:
             raise DamagedError(f"checkpoint {self.url} is damaged: {error}") from error.__cause__
-        with torch.no_grad():
-            for item, place, box in zip(plan.items, places, boxes, strict=True):
-                place.copy_(box)
-                planner.commit_tensor(item, place)
+        pairs = list(zip(places, boxes, strict=True))
+        in_threads(_copy, [part for pair in pairs if pair[0].is_cpu for part in _rows(*pair)])
+        for item, (place, box) in zip(plan.items, pairs, strict=True):
+            if not place.is_cpu:
+                _copy((place, box))
+            planner.commit_tensor(item, place)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -165,3 +170,16 @@ class CheckpointReader(StorageReader):
     def _want(self, item: ReadItem) -> Want:
         file, piece = self._pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
         return Want.of(file, piece, tuple(item.storage_offsets), tuple(item.lengths))
+
+
+def _copy(pair: tuple[Tensor, Tensor]) -> None:
+    with torch.no_grad():  # each thread has its own such mode
+        pair[0].copy_(pair[1])
+
+
+def _rows(place: Tensor, box: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The same copy as several that may go at the same time."""
+    if box.dim() == 0 or box.nbytes <= COPY_BYTES:
+        return [(place, box)]
+    rows = max(1, len(box) * COPY_BYTES // box.nbytes)
+    return list(zip(place.split(rows), box.split(rows), strict=True))

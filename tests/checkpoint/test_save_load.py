@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from elastictrain.checkpoint import CheckpointReader, DamagedError
 from elastictrain.checkpoint import ranges as ranges_module
+from elastictrain.checkpoint import reader as reader_module
 from elastictrain.checkpoint.blocks import MIN_BLOCK_BYTES
 from elastictrain.checkpoint.manifest import COMMIT
 from elastictrain.checkpoint.ranges import Ranges
@@ -98,8 +99,9 @@ def test_large_reads_are_cut_and_batched(
     url = str(tmp_path) if storage == "local" else request.getfixturevalue("s3_url")
     state = {f"w{i}": torch.randn(10_000 + i) for i in range(40)}
     info = manager(url).save(1, state)
-    for name in ("READ_BYTES", "REQUEST_BYTES", "UNDER_WAY_BYTES"):
+    for name in ("PART_BYTES", "STEP_BYTES", "REQUEST_BYTES", "UNDER_WAY_BYTES"):
         monkeypatch.setattr(ranges_module, name, MIN_BLOCK_BYTES)
+    monkeypatch.setattr(reader_module, "COPY_BYTES", 5000)
     targets = blank(state)
     CheckpointReader(info.path).load(targets)
     assert_equal(targets, state)

@@ -1,0 +1,44 @@
+"""The same action on many things, on a few threads; for actions that spend their time outside of Python."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_THREADS = 4  # that move bytes in memory: more than these are limited by the memory
+
+
+def in_threads(action: Callable[[T], object], things: Iterable[T]) -> None:
+    """Returns when all is done. The calling thread is one of the threads.
+
+    Raises:
+        BaseException: what an action has raised; what had not been begun by then is left.
+    """
+    left = deque(things)
+
+    def work() -> None:
+        try:
+            while left:
+                try:
+                    thing = left.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                action(thing)
+        except BaseException:
+            left.clear()
+            raise
+
+    others = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(left)) - 1
+    if others < 1:
+        work()
+        return
+    with ThreadPoolExecutor(others) as pool:
+        working = [pool.submit(work) for _ in range(others)]
+        work()
+    for one in working:
+        one.result()
