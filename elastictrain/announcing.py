@@ -13,11 +13,9 @@ from typing import Any
 from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
 from elastictrain.parallel.topology import placement
-from elastictrain.reporting import start_loggers
+from elastictrain.reporting import ABOUT_THE_RUN, start_loggers
 from elastictrain.resuming import Resumption
 from elastictrain.session import Session
-
-ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/")  # values that are not of the model
 
 
 class Announcer:

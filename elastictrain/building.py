@@ -81,7 +81,10 @@ class Builder:
         self.resumption.look()
         attach(s, self.runner)
         self._set_up_module(train_data, weights=self.resumption.source is None)
+        s.times.settle()
         restored = self.resumption.restore_model()
+        if restored is not None:
+            s.times.spend("restore")
         s.load_data = lambda: self._choose_data(train_data)
         self._make_optimizers()
         clips = s.plan.clipping[0] is not None
@@ -100,7 +103,9 @@ class Builder:
         s.val_loaders = self._deal(loaders, "validation")
         s.stage = "train"
         if restored is not None:
+            s.times.settle()
             self.resumption.restore_rest(restored)
+            s.times.spend("restore")
         mesh = s.mesh
         s.chosen.feed.start(dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         self.runner.bind()
@@ -247,6 +252,12 @@ class Builder:
         s = self._session
         if s.recorder is not None:
             s.recorder.close()
+        if s.ledger is not None:
+            if s.accounts:
+                s.times.settle()
+                c = s.counters
+                s.ledger.account(s.times, step=c.step, samples=c.samples, tokens=c.tokens, now=True)
+            s.ledger.close()
         if self.resumption.manager is not None:
             self.resumption.manager.close()
         if s.lease is not None:

@@ -77,6 +77,7 @@ class FitLoop:
         self.reporter.start()
         while not self._is_done():
             self._epoch()
+        self.reporter.stop()
         if self.stopped is None:
             if s.settings.val_every is not None or s.chosen.feed.steps_per_epoch is None:
                 self._validate(s.counters.step)
@@ -193,7 +194,7 @@ class FitLoop:
         if not s.val_loaders or self._validated_step == number:
             return
         self._validated_step = number
-        with self.reporter.pausing():
+        with self.reporter.pausing("validation"):
             for callback in s.callbacks:
                 callback.on_validation_start(s.info())
             s.publish(s.logbook.steps())
@@ -261,7 +262,7 @@ class FitLoop:
         if self._saved_step == step:
             return
         self._check_lease()
-        with self.reporter.pausing():
+        with self.reporter.pausing("checkpoint"):
             self._saved_at = time.monotonic()
             is_under_way, committed = manager.begin(step, **self._content())
             if is_under_way:
@@ -278,7 +279,7 @@ class FitLoop:
         if self._manager is None:
             return
         self._check_lease()
-        with self.reporter.pausing():
+        with self.reporter.pausing("checkpoint"):
             if self._manager.is_busy:
                 failed = self._manager.num_failed
                 self._tell(self._manager.wait())
@@ -296,7 +297,8 @@ class FitLoop:
         if self._session.settings.checkpoint.at_end:
             self._save_now()
         elif self._manager is not None:
-            self._tell(self._manager.wait())
+            with self.reporter.pausing("checkpoint"):
+                self._tell(self._manager.wait())
 
     def _content(self) -> dict[str, Any]:
         s = self._session
@@ -316,6 +318,7 @@ class FitLoop:
     def _tell(self, committed: list[SaveInfo]) -> None:
         for info in committed:
             self.last_saved = info.path
+            self.reporter.saved(info)
             if self._interval is not None and self._interval.cost is not None:
                 self._tell_interval(self._interval, info.seconds)
             for callback in self._session.callbacks:

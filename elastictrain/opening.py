@@ -31,6 +31,7 @@ from elastictrain.config import StepPlan, apply_plan
 from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.loop import BATCH_HOOKS, StepRunner
+from elastictrain.metrics.goodput import TimeBook
 from elastictrain.parallel.compiled import missing_to_compile
 from elastictrain.parallel.context import check_context
 from elastictrain.parallel.float8 import missing_for_float8
@@ -39,7 +40,7 @@ from elastictrain.parallel.zones import node_names
 from elastictrain.piping import check_piped
 from elastictrain.reporting import log_to_loggers
 from elastictrain.rundir import RunDir
-from elastictrain.session import Session, Settings
+from elastictrain.session import Recovery, Session, Settings
 
 
 def open_session(
@@ -88,6 +89,11 @@ def open_session(
         nodes=node_names(membership.node),
     )
     set_main_rank(ranks.rank)
+    history, recovery = {}, None
+    if purpose == "fit":  # told once; a second call in this process begins when it begins
+        history, membership.history = membership.history, {}
+        if "ended" in history:
+            recovery = Recovery(membership.cause, history["ended"], int(history["reached"]))
     return Session(
         settings=settings,
         task=task,
@@ -99,6 +105,8 @@ def open_session(
         loggers=loggers,
         plan=plan,
         run_dir=run_dir,
+        times=TimeBook.begin(history),
+        recovery=recovery,
         purpose=purpose,
         stage={"fit": "train"}.get(purpose, purpose),
     )

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from elastictrain.callback import Callback, StepInfo, Timings
+from elastictrain.accounting import Account
+from elastictrain.callback import Callback, SaveInfo, StepInfo, Timings
 from elastictrain.compat.lightning import logged_hparams
 from elastictrain.compat.self_log import samples_in_batch
 from elastictrain.data.slots import Work
@@ -22,6 +23,9 @@ from elastictrain.metrics.throughput import count_tokens
 from elastictrain.session import Session
 
 LOSS = "train/loss"
+
+# Values that are not of the model. They are in the run directory; the user's loggers get what they get from Lightning.
+ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/", "goodput/", "checkpoint/")
 
 # Lightning's hooks that run within what is timed as computing, or as the optimizer; and those that are it.
 _IN_COMPUTE = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward")
@@ -122,11 +126,17 @@ class Reporter:
         self._epoch_steps: int | None = None
         self._epoch_is_known = False
         self._watching = self._logging = self._waiting = self._paused = 0.0  # seconds
-        self.start()
         self.latest: dict[str, float] = {}  # the last value of everything logged
+        self.pending: dict[str, float] = {}  # what the next log step logs, too
+        self._account = Account(session)
+        self._ended, self._paused_then = time.perf_counter(), 0.0
+        self._before = self._sums(self._ended, is_done=False)
 
     def start(self) -> None:
         """The next step begins; what was before does not belong to any."""
+        s = self._session
+        s.times.settle()
+        s.times.doing = "productive" if s.plan.compilation is None else "compile"
         self._ended, self._paused_then = time.perf_counter(), self._paused  # the last step
         self._before = self._sums(self._ended, is_done=False)  # at the last log step
 
@@ -163,6 +173,8 @@ class Reporter:
         number = c.step + 1
         values: dict[str, float] | None = None
         agreed = NOTHING
+        if self._account.is_new:
+            self.pending |= self._account.first_step(time.perf_counter() - self._ended)
         if number % self._log_every == 0 or s.should_stop:
             values, agreed = self._log_step(number, work)
         if self._watchers:
@@ -205,8 +217,10 @@ class Reporter:
         if s.chosen.by_microbatch and s.task.automatic_optimization:
             share *= s.accumulation / work.num_slots  # Lightning divides a short last window by the full one's size
         requested = s.membership.requested
+        account = self._account.told()
         sums = s.ranks.sum(
             [
+                *account,
                 share,
                 float(loss is not None),
                 float(s.logbook.has_synced_steps),
@@ -217,6 +231,7 @@ class Reporter:
                 float(s.lease is not None and s.lease.lost is not None),
             ]
         )
+        of_nodes, sums = sums[: len(account)], sums[len(account) :]
         values: dict[str, float] = {}
         self._logging += time.perf_counter() - started - waited
         of_callbacks = self._of_callbacks(number)
@@ -226,12 +241,18 @@ class Reporter:
             values = {name: value.item() if isinstance(value, Tensor) else value for name, value in logged.items()}
         if mesh.first_rank != 0:  # a pipeline ends elsewhere
             values = mesh.from_first(values)
-        log_to_loggers(s, values)
+        log_to_loggers(s, {name: value for name, value in values.items() if not name.startswith(ABOUT_THE_RUN)})
         if sums[2] and s.ranks.world_size > 1:
             values.update(s.logbook.synced_steps(mesh.gather))
         if sums[1]:
             values.setdefault(LOSS, sums[0])
+        spent = self._account.heard(of_nodes)
+        if s.ranks.is_main:
+            values |= {**spent, **self.pending}
+            self.pending = {}
         self.latest.update(values)
+        if s.ledger is not None and s.accounts:
+            s.ledger.account(s.times, step=number, samples=s.counters.samples, tokens=s.counters.tokens)
         if s.recorder is not None:
             s.recorder.log(number, s.counters.samples, values, epoch=s.counters.epoch)
         self._logging += time.perf_counter() - started
@@ -271,16 +292,35 @@ class Reporter:
         return _Sums(now, c.step + is_done, c.samples, c.tokens, seconds, dict(s.hooks.seconds))
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Around a validation or a save, between two steps: its time is not the steps'."""
+    def pausing(self, cause: str) -> Iterator[None]:
+        """Around a validation or a save, between two steps: its time is not the steps', but has this cause."""
+        self._account.settle()
         started, hooks = time.perf_counter(), self._session.hooks.seconds
         before = dict(hooks)
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - started
+            spent = time.perf_counter() - started
+            self._paused += spent
+            self._session.times.spend(cause)
+            if cause == "checkpoint":
+                self.pending["checkpoint/stall_seconds"] = spent
             hooks.clear()
             hooks.update(before)
+
+    def saved(self, info: SaveInfo) -> None:
+        """A checkpoint is committed."""
+        ledger = self._session.ledger
+        if ledger is None or not self._session.ranks.is_main:
+            return
+        self.pending |= {"checkpoint/seconds": info.seconds, "checkpoint/gib": info.num_bytes / 2**30}
+        about = {"step": info.step, "path": info.path, "seconds": info.seconds, "num_bytes": info.num_bytes}
+        ledger.note("checkpoint", time=time.time(), **about)
+
+    def stop(self) -> None:
+        """The last step is done."""
+        self._account.settle()
+        self._session.times.doing = "startup"
 
     # ---- epochs and validations ------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ name, or whose content does not fit, is an error. Nothing is written before :met
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +20,9 @@ from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError, ElasticTrainError, UsageError
 from elastictrain.keeping import Restored
 from elastictrain.metrics.console import make_console, print_line
+from elastictrain.metrics.goodput import goodput
 from elastictrain.metrics.ledger import FOLDER as EVENTS
-from elastictrain.metrics.ledger import Ledger, num_cut_short
+from elastictrain.metrics.ledger import Ledger, num_cut_short, read_ledger
 from elastictrain.metrics.record import Recorder
 from elastictrain.rundir import first_line, is_storage_error
 from elastictrain.session import Session
@@ -183,9 +186,10 @@ class Resumption:
             CheckpointError: it cannot be written.
         """
         if self._session.run_dir is not None:
-            self.ask_main(self._write)
+            self._open_ledger(self.ask_main(self._write))
 
-    def _write(self) -> None:
+    def _write(self) -> int:
+        """The number of this start."""
         s = self._session
         assert s.run_dir is not None and s.lease is not None
         s.lease.take()
@@ -199,8 +203,32 @@ class Resumption:
         events = s.run_dir.names(EVENTS)
         generation = self._next_generation(events)
         s.recorder = Recorder(s.run_dir, generation=generation, start_step=s.counters.step)
-        s.ledger, s.num_cut_short = Ledger(s.run_dir, generation=generation), num_cut_short(events)
-        s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size)
+        s.num_cut_short = num_cut_short(events)
+        return generation
+
+    def _open_ledger(self, generation: int) -> None:
+        """Every node begins its account; a collective."""
+        s, mine = self._session, self._session.membership
+        assert s.run_dir is not None
+        workers = s.ranks.gather((mine.node_rank, s.ranks.rank, os.getpid()))
+        if not (s.accounts or s.ranks.is_main):
+            return
+        host, number = socket.gethostname(), mine.node_rank
+        node = f"{mine.node or host}-{mine.agent_pid}"
+        s.ledger = Ledger(s.run_dir, generation=generation, number=number, node=node)
+        if s.ranks.is_main:
+            s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size, mesh=str(s.mesh.shape))
+        lines: list[dict[str, Any]] = []
+        if s.accounts:
+            about = {"name": mine.node or host, "host": host, "agent_pid": mine.agent_pid}
+            about["workers"] = [{"rank": rank, "pid": pid} for where, rank, pid in workers if where == number]
+            reached = -1 if s.recovery is None else s.recovery.reached
+            lines = s.ledger.opened(s.times, step=s.counters.step, reached=reached, **about)
+        if s.ranks.is_main:
+            try:
+                s.spent_before = goodput([*read_ledger(s.run_dir), *lines])
+            except Exception as error:  # only what is logged as goodput depends on it
+                print_line(f"elastictrain: the ledger cannot be read ({first_line(error)})", console=make_console())
 
     def _named(self, resume: str | Weights) -> str | None:
         """The checkpoint whose whole state a new run begins with."""

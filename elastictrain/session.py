@@ -29,6 +29,7 @@ from elastictrain.data.choose import Chosen
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError
+from elastictrain.metrics.goodput import Goodput, TimeBook
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.metrics.logbook import LogBook, Written
 from elastictrain.metrics.record import Recorder
@@ -68,6 +69,21 @@ class Counters:
     seconds: float = 0.0  # of training, without what was lost; rank 0's
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """A failure that the generation before has ended with.
+
+    Args:
+        cause: in words.
+        ended: when, seconds since the epoch.
+        reached: finished steps by then; -1 if none.
+    """
+
+    cause: str
+    ended: float
+    reached: int
+
+
 @dataclass
 class Session:
     """One generation."""
@@ -98,7 +114,10 @@ class Session:
     val_loaders: list[EvalLoader] = field(default_factory=list)
     recorder: Recorder | None = None  # rank 0 only
     lease: Lease | None = None  # rank 0 only
-    ledger: Ledger | None = None  # rank 0 only
+    ledger: Ledger | None = None  # the first rank of each node
+    times: TimeBook = field(default_factory=TimeBook)  # where this node's time goes
+    spent_before: Goodput = field(default_factory=Goodput)  # by earlier starts of this run; rank 0 knows
+    recovery: Recovery | None = None  # what this start recovers from
     num_cut_short: int = 0  # earlier starts of this run that did not end in good order; rank 0 knows
 
     counters: Counters = field(default_factory=Counters)
@@ -140,6 +159,11 @@ class Session:
     @property
     def mesh(self) -> Mesh:
         return self.built.mesh
+
+    @property
+    def accounts(self) -> bool:
+        """Does this rank keep its node's account of time?"""
+        return self.membership.local_rank == 0
 
     @property
     def has_data(self) -> bool:

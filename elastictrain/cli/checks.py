@@ -50,6 +50,7 @@ class Job:
         endpoint: None for one node alone.
         trainer: the trainer's options that were given.
         settings: text, or values from a config file, by argument of the target's ``__init__``.
+        started: when the command began, seconds since the epoch; None: not known.
     """
 
     target: Target
@@ -66,6 +67,7 @@ class Job:
     script_args: Sequence[str] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    started: float | None = None
 
 
 def prepare(

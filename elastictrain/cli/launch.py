@@ -41,6 +41,7 @@ def launch(job: Job) -> int:
             "trainer": dict(job.trainer),
             "script_args": list(job.script_args),
         },
+        started=job.started,
     )
     outcome = Agent(config, _rendezvous(job)).train()
     return _tell(job, outcome)

@@ -6,6 +6,7 @@ Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped with everything saved (run
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from elastictrain import __version__
 from elastictrain.cli.checkpoint import checkpoint
 from elastictrain.cli.plan import plan
 from elastictrain.cli.run import run
+from elastictrain.cli.status import status
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, ElasticTrainError, UsageError
 
 INTERRUPTED = 130
@@ -32,6 +34,8 @@ def cli(context: click.Context) -> None:
 cli.add_command(run)
 cli.add_command(checkpoint)
 cli.add_command(plan)
+cli.add_command(status)
+cli.add_command(status)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -40,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    started = time.time()
     try:
-        code = cli.main(args=argv, prog_name="elastictrain", standalone_mode=False)
+        code = cli.main(args=argv, prog_name="elastictrain", standalone_mode=False, obj=started)
     except click.exceptions.Exit as end:
         return end.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -5,6 +5,7 @@ Everything that can be checked without torch is checked before it is imported, a
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import click
@@ -116,4 +117,4 @@ def run(context: click.Context, /, target: str, script_args: tuple[str, ...], **
 
     from elastictrain.cli.launch import launch  # torch
 
-    return launch(job)
+    return launch(dataclasses.replace(job, started=context.obj))

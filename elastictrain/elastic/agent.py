@@ -71,6 +71,7 @@ class AgentConfig:
         exit_within: seconds that a worker may take to exit after it has reported an error.
         settle: seconds to wait for a better explanation when a worker only says that it lost the others.
         target, settings, node, job: handed to the workers, see :class:`~elastictrain.elastic.membership.Assignment`.
+        started: when the command began, seconds since the epoch; None: when the agent is made.
     """
 
     command: Sequence[str]
@@ -85,6 +86,7 @@ class AgentConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     node: str | None = None
     job: dict[str, Any] = field(default_factory=dict)
+    started: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class Agent(SimpleElasticAgent):
         self._deadline: float | None = None
         self._looked_at = 0.0
         self._hanging: dict[int, float] = {}
+        self._failure = ""
+        self._history = {"started": time.time() if config.started is None else config.started}
 
     def train(self) -> Outcome:
         """Run to the end: finished, failed, or stopped."""
@@ -212,6 +216,8 @@ class Agent(SimpleElasticAgent):
             settings=self._config.settings,
             node=self._config.node,
             job=self._config.job,
+            history={**self._history, "began": self._handler.began, "formed": self._handler.formed},
+            cause=self._failure,
         ).write(assignment)
         self._hanging = {}
         for worker in worker_group.workers:
@@ -260,7 +266,10 @@ class Agent(SimpleElasticAgent):
 
     def _end_generation(self, *, seconds: float | None = None) -> None:
         if self._cells is not None:
-            self._furthest = max(self._furthest, *self._cells.steps())
+            steps = self._cells.steps()
+            self._furthest = max(self._furthest, *steps)
+            ends = [worker.ended_at for worker in self._workers if worker.ended_at is not None]
+            self._history |= {"ended": min([time.time(), *ends]), "reached": max(steps)}
             self._cells.write(ABORT, 1)
         stop_all(self._workers, seconds=self._config.kill_after if seconds is None else seconds)
         self._workers = []
@@ -287,7 +296,7 @@ class Agent(SimpleElasticAgent):
         cause, pid = self._cause()
         where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
         raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
-        line = f"worker rank {cause.rank} (pid {pid}) {raised}{where}"
+        line = self._failure = f"worker rank {cause.rank} (pid {pid}) {raised}{where}"
         shown = cause if cause.kind != "died" else None
         if cause.kind == "usage":
             raise _End(Outcome(EXIT_USAGE, self._furthest, report=cause))

@@ -65,6 +65,10 @@ class Assignment:
         node: this node's ``--local-addr``; None: it was given none.
         job: whatever the worker command needs besides; JSON.
         job_id: the same for all workers of all generations on all nodes of this run, and for no others.
+        history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
+            and was ``formed``; from the second generation on also when the one before ``ended``, and the number of steps
+            that it had ``reached``, -1 for none.
+        cause: why that one ended, in words.
     """
 
     agent_pid: int
@@ -76,6 +80,8 @@ class Assignment:
     settings: dict[str, Any] = field(default_factory=dict)
     node: str | None = None
     job: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
 
     def write(self, path: str) -> None:
         with open(path, "x", encoding="utf-8") as file:
@@ -100,6 +106,8 @@ class Membership:
         agrees: :meth:`boundary` gives all ranks the same answer at the same step.
         requested: the reason for which a signal asked *this* process to stop.
         stopped: what :meth:`boundary` has answered; None while it has answered None.
+        agent_pid: the agent's, or this process' own where there is none.
+        history, cause: what an agent knows of the time before, see :class:`Assignment`; whoever accounts for it empties it.
     """
 
     generation: int = 0
@@ -117,6 +125,9 @@ class Membership:
         self.local_world_size = _number("LOCAL_WORLD_SIZE", self.world_size)
         self.node_rank = _number("GROUP_RANK", 0)
         self.settings: dict[str, Any] = {}
+        self.agent_pid = os.getpid()
+        self.history: dict[str, float] = {}
+        self.cause = ""
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise UsageError(
                 f"the environment says RANK={self.rank} of WORLD_SIZE={self.world_size} and LOCAL_RANK="
@@ -178,7 +189,8 @@ class AgentMembership(Membership):
         self.assignment = assignment
         self.generation, self.target, self.node = assignment.generation, assignment.target, assignment.node
         self.settings = dict(assignment.settings)
-        self.job_id = assignment.job_id
+        self.job_id, self.agent_pid = assignment.job_id, assignment.agent_pid
+        self.history, self.cause = dict(assignment.history), assignment.cause
         self._cell = one_cell(assignment.cells, self.local_rank, self.local_world_size)
         # For the life of the process: a scheduler that signals every process must not kill a worker in mid-step.
         _Handlers().install(self._on_signal)

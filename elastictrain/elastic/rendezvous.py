@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 import uuid
 
 from torch.distributed import HashStore, PrefixStore, Store
@@ -38,11 +39,14 @@ class GenerationHandler(RendezvousHandler):
     Attributes:
         job_id: the same on all nodes and in all generations of this run, and in no other.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
+        began, formed: when the last rendezvous began and ended, seconds since the epoch.
     """
 
     generation: int = -1
     job_id: str = ""
     waiting: bool = False
+    began: float = 0.0
+    formed: float = 0.0
 
 
 class LocalRendezvous(GenerationHandler):
@@ -56,6 +60,7 @@ class LocalRendezvous(GenerationHandler):
         return "local"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self.began = self.formed = time.time()
         self.generation += 1
         store = PrefixStore(f"generation/{self.generation}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, free_port()))
@@ -128,11 +133,11 @@ class NodesRendezvous(GenerationHandler):
         return self._handler.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.waiting = True
+        self.waiting, self.began = True, time.time()
         try:
             return self._next_rendezvous()
         finally:
-            self.waiting = False
+            self.waiting, self.formed = False, time.time()
 
     def _next_rendezvous(self) -> RendezvousInfo:
         info = self._handler.next_rendezvous()

@@ -12,49 +12,30 @@ strict reader would refuse: numbers that JSON has no word for are the strings ``
 ``Number`` and :func:`read_records` turn them back into floats. A value whose name is one of the line's own fields
 (``step``, ``samples``, ``time``, ``generation``, ``epoch``) is kept under ``value/{name}``.
 
-On failure: training goes on. When the store refuses, one warning is logged, the values stay in memory and are tried
-again at the next flush; nothing is lost below ``max_records`` waiting records, beyond that the oldest go first and the
-loss is said. :meth:`Recorder.close` waits a bounded time and says how many records it could not write.
+On failure: training goes on; see :mod:`elastictrain.metrics.courier`.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import logging
 import math
-import os
 import re
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from elastictrain.rundir import RunDir, first_line
+from elastictrain.metrics.courier import Courier, Writer
+from elastictrain.rundir import RunDir
 
 Record = tuple[int, int, float, int, Mapping[str, float]]  # step, samples, time, epoch, values
 
 FIELDS = ("step", "samples", "time", "generation", "epoch")
 FOLDER = "metrics"
 
-_FIRST_INTERVAL = 2.0  # seconds between flushes at first, so that a new run is soon seen
-_LAST_INTERVAL = 30.0  # and later, so that a long run does not leave a million objects
-_SEGMENT = 5_000  # records in one object at most: what a long outage has kept back goes out in pieces
-
 _log = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """Where records go. Used by one thread only."""
-
-    what: str
-    """What it writes, for messages."""
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Write all of ``records`` or raise and leave none of them behind; called again with the same ones then."""
 
 
 class Series:
@@ -174,46 +155,7 @@ def _is_small_int(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-class _Outlet:
-    """One writer and what it has still to write."""
-
-    def __init__(self, writer: Writer, *, run_dir: RunDir, max_records: int) -> None:
-        self._writer = writer
-        self._run_dir = run_dir
-        self._max_records = max_records
-        self._failing = False
-        self.waiting: deque[Record] = deque()
-        self.num_dropped = 0
-
-    def take(self, records: Sequence[Record]) -> None:
-        self.waiting.extend(records)
-        while len(self.waiting) > self._max_records:
-            self.waiting.popleft()
-            self.num_dropped += 1
-
-    def write(self) -> bool:
-        """Write all that waits; False if the store refused."""
-        while self.waiting:
-            batch = list(itertools.islice(self.waiting, _SEGMENT))
-            try:
-                self._writer.write(batch)
-            except Exception as error:
-                if not self._failing:
-                    _log.warning(
-                        "%s cannot be written to %s (%s); kept in memory and tried again",
-                        *(self._writer.what, self._run_dir, first_line(error)),
-                    )
-                self._failing = True
-                return False
-            for _ in batch:
-                self.waiting.popleft()
-        if self._failing:
-            _log.info("%s can be written to %s again", self._writer.what, self._run_dir)
-            self._failing = False
-        return True
-
-
-class Recorder:
+class Recorder(Courier[Record]):
     """Takes logged values from the training loop (one thread of one process, rank 0).
 
     Args:
@@ -232,117 +174,22 @@ class Recorder:
         max_records: int = 50_000,
         tensorboard: bool = True,
     ) -> None:
-        writers: list[Writer] = [JsonLines(run_dir, generation=generation)]
+        writers: list[Writer[Record]] = [JsonLines(run_dir, generation=generation)]
         if tensorboard:
             # Imported here and not in the thread: a loader worker forked in the middle of an import would inherit
             # that module's lock, held by a thread that it does not have.
             from elastictrain.metrics.tensorboard import EventFiles
 
             writers.append(EventFiles(run_dir, generation=generation, start_step=start_step))
-        self._outlets = [_Outlet(writer, run_dir=run_dir, max_records=max_records) for writer in writers]
-        self._run_dir = run_dir
-        self._max_records = max_records
-        self._inbox: deque[Record] = deque()
+        super().__init__(run_dir, writers, what="metrics", max_items=max_records)
         self._refused: set[str] = set()
-        self._num_dropped = 0
-        self._born = time.monotonic()
-        self._due = self._born + _FIRST_INTERVAL
-        self._changed = threading.Condition()
-        self._asked = self._served = self._written = 0  # numbers of flushes
-        self._deadline: float | None = None  # set once closing: when to give up
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-        atexit.register(self.close)
 
     def log(self, step: int, samples: int, values: Mapping[str, float], *, epoch: int) -> None:
         """Record ``values`` at ``step`` finished steps. ``values`` is kept, not copied: do not change it afterwards."""
-        self._inbox.append((step, samples, time.time(), epoch, values))
-        if time.monotonic() >= self._due:
-            self._ask()
+        self.put((step, samples, time.time(), epoch, values))
 
-    def flush(self, *, wait: float = 0.0) -> bool:
-        """Have everything logged so far written now, in the background.
-
-        Args:
-            wait: seconds to wait for it.
-
-        Returns:
-            Whether it is all written by now.
-        """
-        if os.getpid() != self._pid:
-            return False
-        number = self._ask()
-        with self._changed:
-            if wait > 0:
-                self._changed.wait_for(lambda: self._served >= number, timeout=wait)
-            return self._written >= number
-
-    def close(self, *, timeout: float = 10.0) -> None:
-        """Write what is left, trying again until ``timeout`` seconds have passed, and stop. Idempotent."""
-        if self._deadline is not None or os.getpid() != self._pid:
-            return
-        atexit.unregister(self.close)
-        self._due = math.inf
-        with self._changed:  # together: the thread ends once there is a deadline and nothing more is asked for
-            self._deadline = time.monotonic() + timeout
-            if self._thread is None and not self._inbox:
-                return
-            number = self._ask()
-        assert self._thread is not None
-        self._thread.join(timeout)
-        if self._written < number:
-            left = max(len(outlet.waiting) for outlet in self._outlets) + len(self._inbox)
-            _log.warning(
-                "%d records of metrics were not written to %s: the store refused or was slow", left, self._run_dir
-            )
-
-    def _ask(self) -> int:
-        now = time.monotonic()
-        if self._deadline is None:
-            self._due = now + min(max(_FIRST_INTERVAL, (now - self._born) / 10), _LAST_INTERVAL)
-        with self._changed:
-            while len(self._inbox) > self._max_records:  # the thread hangs in the store
-                self._inbox.popleft()
-                self._num_dropped += 1
-            self._asked += 1
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="elastictrain-metrics", daemon=True)
-                self._thread.start()
-            return self._asked
-
-    # ---- the background thread -------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._served)
-                number = self._asked
-                records = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            records = [(*record[:4], self._numbers(record[4])) for record in records]
-            for outlet in self._outlets:
-                outlet.take(records)
-            done = self._write()
-            while not done and self._deadline is not None and time.monotonic() < self._deadline:
-                time.sleep(0.2)
-                done = self._write()
-            with self._changed:
-                self._served = number
-                if done:
-                    self._written = number
-                self._changed.notify_all()
-                if self._deadline is not None and self._asked == number:
-                    return
-
-    def _write(self) -> bool:
-        done = all([outlet.write() for outlet in self._outlets])  # noqa: C419 - a list: each one gets its turn
-        with self._changed:
-            dropped, self._num_dropped = self._num_dropped, 0
-        for outlet in self._outlets:
-            dropped, outlet.num_dropped = max(dropped, outlet.num_dropped), 0
-        if dropped:
-            _log.warning("the oldest %d records of metrics were dropped: %s is down or slow", dropped, self._run_dir)
-        return done
+    def _prepared(self, item: Record) -> Record:
+        return (*item[:4], self._numbers(item[4]))
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
         """Plain numbers only; anything else would stop every later record as well."""

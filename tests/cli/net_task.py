@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -16,7 +18,13 @@ class Net(Task):
     batch_size = 8
 
     def __init__(
-        self, dim: int = 4, lr: float = 0.1, pace: float = 0.0, fail_at: int = -1, broken: bool = False
+        self,
+        dim: int = 4,
+        lr: float = 0.1,
+        pace: float = 0.0,
+        fail_at: int = -1,
+        die_at: int = -1,
+        broken: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -42,6 +50,9 @@ class Net(Task):
         time.sleep(self.hparams["pace"])
         if self.global_step == self.hparams["fail_at"]:
             self.fail(batch)
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if self.global_step == self.hparams["die_at"] and self.global_rank == 1 and is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(self, batch: Any) -> None:
         raise ValueError(f"a bad batch of {len(batch[0])}")

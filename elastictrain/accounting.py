@@ -1,0 +1,93 @@
+"""Where this node's time goes while it trains, and what all nodes' time went into, on log steps.
+
+Ranks meet on log steps anyway: there each node tells its account so far, and each rank how long it was busy, in the sum that
+is made in any case. So rank 0 knows the goodput of the whole run, and every node how long it waited for slower ranks.
+
+On failure: nothing here can fail.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elastictrain.metrics.goodput import CAUSES, Recent
+from elastictrain.session import Session
+
+_MANY = 1024  # ranks, from which on they do not tell how busy they were
+
+
+class Account:
+    """Keeps the session's :class:`~elastictrain.metrics.goodput.TimeBook` between start and end of training.
+
+    Attributes:
+        is_new: no step has been done yet.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._first_step = session.counters.step
+        self._data = self._busy = self._met = 0.0  # seconds since training began, when they were last looked at
+        self._recent = Recent()
+        self._has_peers = 1 < session.ranks.world_size <= _MANY
+        self.is_new = True
+
+    def settle(self) -> None:
+        """Since the last entry there were steps, and in them waits for data."""
+        data = self._session.seconds[0]
+        self._session.times.settle(data=data - self._data)
+        self._data = data
+
+    def first_step(self, seconds: float) -> dict[str, float]:
+        """The first step of this start is done, and took so long; what there is to log about a recovery."""
+        s = self._session
+        self.is_new = False
+        self.settle()
+        s.times.doing = "productive"
+        if s.recovery is None or s.ledger is None or not s.ranks.is_main:
+            return {}
+        was = s.recovery
+        phases = {cause: s.times.seconds[cause] for cause in ("detect", "rendezvous", "rebuild", "restore")}
+        total = time.time() - was.ended
+        s.ledger.note(
+            "recovery",
+            time=time.time(),
+            cause=was.cause,
+            from_step=max(was.reached, 0),
+            resumed_step=self._first_step,
+            lost_steps=max(0, was.reached - self._first_step),
+            seconds={**phases, "first_step": seconds, "total": total},
+        )
+        return {"elastic/recovery_seconds": total}
+
+    # ---- log steps -------------------------------------------------------------------------------------------------
+
+    def told(self) -> list[float]:
+        """What this rank adds to the sum over ranks."""
+        s = self._session
+        self.settle()
+        spent = list(s.times.seconds.values()) if s.accounts else [0.0] * len(CAUSES)
+        if not self._has_peers:
+            return spent
+        busy = [0.0] * s.ranks.world_size
+        data, computing, optimizing, meeting = s.seconds
+        busy[s.ranks.rank] = data + computing + optimizing - meeting - self._busy
+        return spent + busy
+
+    def heard(self, sums: list[float]) -> dict[str, float]:
+        """What comes of the sum; what there is to log."""
+        s = self._session
+        if self._has_peers:
+            busy = sums[len(CAUSES) :]
+            mine, met = busy[s.ranks.rank], s.seconds[3]
+            waited = min(met - self._met, max(busy) - mine)  # no longer than it waited at all
+            s.times.move(waited, source="productive", to="straggling")
+            self._busy, self._met = self._busy + mine, met
+        if not s.ranks.is_main:
+            return {}
+        so_far = s.spent_before.plus(sums[: len(CAUSES)])
+        recent = self._recent.percent(time.monotonic(), so_far)
+        values = {f"goodput/lost/{cause}": seconds for cause, seconds in so_far.lost.items()}
+        for name, percent in (("percent", so_far.percent), ("percent_recent", recent)):
+            if percent is not None:
+                values[f"goodput/{name}"] = percent
+        return values

@@ -1,0 +1,243 @@
+"""Goodput: every second of every node has one cause, and the causes add up.
+
+:class:`TimeBook` keeps this node's account while it runs: whoever knows what the time since the last entry went into says
+so, which leaves no second out and none counted twice. What it says goes into the run's ledger
+(:mod:`elastictrain.metrics.ledger`), and :func:`goodput` makes the account of all nodes and all starts from the ledger
+alone, whoever asks, so that it survives every process.
+
+Only then is known what was in vain: steps that a later start did again were productive when they were done, and are
+``replayed`` from the moment that start begins. Where a node's account has a hole, because a process died with what it had
+not written yet, the agent that watched it knows when it died and how many steps it had done: these were steps, and what is
+not even known to be that is ``unknown``.
+
+A node's time begins with its agent and ends with the last thing that is known of it. Nothing here can fail, but for
+storage that does not answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+CAUSES = {
+    "productive": "steps that count",
+    "validation": "validation",
+    "startup": "starting and ending, where nothing had failed",
+    "compile": "the first step of a start with compiled blocks",
+    "data": "waiting for data",
+    "checkpoint": "training stood still for a checkpoint",
+    "detect": "from a failure to the end of the workers that it left",
+    "rendezvous": "finding the other nodes again",
+    "rebuild": "starting workers again, building the model",
+    "restore": "reading a checkpoint",
+    "replayed": "steps that were done again, because a failure lost them",
+    "waiting": "waiting for nodes before the first start",
+    "straggling": "waiting for slower ranks",
+    "unknown": "nobody knows",
+}
+USEFUL = ("productive", "validation")
+
+Seconds = dict[str, float]
+
+
+class TimeBook:
+    """One node's account of its own time, kept by one process.
+
+    Args:
+        since: when it begins, in seconds since the epoch; None: now.
+
+    Attributes:
+        began: when it begins.
+        seconds: by cause, all of it up to the last entry.
+        doing: the cause of what is going on now, for those who only know that it goes on.
+        building: the cause of building the model: the first start of a node, or another one after a failure.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self._offset = time.time() - time.monotonic()  # a clock that is set must not break the sum
+        self.began = self._mark = self._now() if since is None else min(since, self._now())
+        self.doing = self.building = "startup"
+        self.seconds: Seconds = dict.fromkeys(CAUSES, 0.0)
+        self._taken = dict(self.seconds)
+        self._taken_at = self._mark
+
+    @classmethod
+    def begin(cls, history: Mapping[str, float]) -> TimeBook:
+        """An account that goes back to what the agent knows: see ``Assignment.history``."""
+        if "started" not in history:
+            return cls()
+        again = "ended" in history
+        book = cls(history["ended" if again else "started"])
+        book.spend("detect" if again else "startup", until=history["began"])
+        book.spend("rendezvous" if again else "waiting", until=history["formed"])
+        book.doing = book.building = "rebuild" if again else "startup"
+        return book
+
+    def spend(self, cause: str, *, until: float | None = None) -> None:
+        """Everything since the last entry had this cause."""
+        self.split({}, rest=cause, until=until)
+
+    def split(self, parts: Mapping[str, float], *, rest: str, until: float | None = None) -> None:
+        """Of the time since the last entry so many seconds had these causes, as far as they go, and the rest another."""
+        now = self._now()
+        until = now if until is None else max(self._mark, min(until, now))
+        left, self._mark = until - self._mark, until
+        for cause, seconds in parts.items():
+            seconds = min(max(seconds, 0.0), left)
+            self.seconds[cause] += seconds
+            left -= seconds
+        self.seconds[rest] += left
+
+    def settle(self, **parts: float) -> None:
+        """Since the last entry goes on what is going on, but for so many seconds that had other causes."""
+        self.split(parts, rest=self.doing)
+
+    def move(self, seconds: float, *, source: str, to: str) -> None:
+        """It turned out that so many seconds of one cause had another."""
+        seconds = min(max(seconds, 0.0), self.seconds[source] - self._taken[source])
+        self.seconds[source] -= seconds
+        self.seconds[to] += seconds
+
+    def take(self) -> dict[str, Any]:
+        """The entries since the last call, for the ledger: ``{"from", "to", "seconds"}``."""
+        spent = {cause: self.seconds[cause] - self._taken[cause] for cause in CAUSES}
+        line = {"from": self._taken_at, "to": self._mark, "seconds": {c: s for c, s in spent.items() if s}}
+        self._taken, self._taken_at = dict(self.seconds), self._mark
+        return line
+
+    def _now(self) -> float:
+        return time.monotonic() + self._offset
+
+
+# ---- from the ledger -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one node did for a while.
+
+    Args:
+        generation: the start of the run that it belongs to.
+        start, stop: seconds since the epoch.
+        first, last: finished steps at its beginning and end.
+    """
+
+    node: str
+    generation: int
+    start: float
+    stop: float
+    first: int
+    last: int
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Node-seconds by cause."""
+
+    seconds: Seconds = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def percent(self) -> float | None:
+        """The useful share; None where no time has passed."""
+        return 100.0 * sum(self.seconds[cause] for cause in USEFUL) / self.total if self.total > 0 else None
+
+    @property
+    def lost(self) -> Seconds:
+        """What was not useful, without causes that took no time."""
+        return {cause: s for cause, s in self.seconds.items() if cause not in USEFUL and s > 0}
+
+    def plus(self, seconds: Iterable[float]) -> Goodput:
+        """With more seconds, in the order of :data:`CAUSES`."""
+        return Goodput({c: old + new for (c, old), new in zip(self.seconds.items(), seconds, strict=True)})
+
+
+def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
+    """The account of a run, from the lines of its ledger."""
+    total = dict.fromkeys(CAUSES, 0.0)
+    for stretch in stretches(lines):
+        for cause, seconds in stretch.seconds.items():
+            total[cause if cause in total else "unknown"] += seconds
+    return Goodput(total)
+
+
+def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
+    """Every node's time without holes, in order, with what was done in vain told as that."""
+    lines = list(lines)
+    resumed = sorted((line["generation"], line["step"]) for line in lines if line["event"] == "start")
+    reached = {(line["node"], line["generation"]): line["reached"] for line in lines if line["event"] == "node"}
+    by_node: dict[str, list[Stretch]] = {}
+    for line in lines:
+        if line["event"] == "time":
+            seconds = {cause: float(s) for cause, s in line["seconds"].items()}
+            who = line["node"], line["generation"]
+            first, last = line["steps"]
+            made = Stretch(*who, line["from"], line["to"], first, last, seconds)
+            by_node.setdefault(made.node, []).append(made)
+    found: list[Stretch] = []
+    for node, mine in by_node.items():
+        for stretch in sorted(mine, key=lambda s: (s.start, s.stop)):
+            found += _joined(found[-1] if found and found[-1].node == node else None, stretch, reached)
+    return [_judged(stretch, resumed) for stretch in found]
+
+
+def _joined(before: Stretch | None, new: Stretch, reached: Mapping[tuple[str, int], int]) -> list[Stretch]:
+    """``new``, and the hole between it and the one before."""
+    if before is None:
+        return [new]
+    if new.start < before.stop:  # a clock was set
+        stop = max(new.stop, before.stop)
+        share = (stop - before.stop) / (new.stop - new.start) if new.stop > new.start else 0.0
+        return [replace(new, start=before.stop, stop=stop, seconds={c: s * share for c, s in new.seconds.items()})]
+    if new.start == before.stop:
+        return [new]
+    last, cause = before.last, "unknown"
+    if new.generation > before.generation and reached.get((new.node, new.generation), -1) > last:
+        last, cause = reached[new.node, new.generation], "productive"
+    hole = Stretch(
+        new.node, before.generation, before.stop, new.start, before.last, last, {cause: new.start - before.stop}
+    )
+    return [hole, new]
+
+
+def _judged(stretch: Stretch, resumed: Iterable[tuple[int, int]]) -> Stretch:
+    """With the steps that a later start did again as replayed."""
+    kept = min([step for generation, step in resumed if generation > stretch.generation] + [stretch.last])
+    if kept >= stretch.last:
+        return stretch
+    steps = stretch.last - stretch.first
+    vain = (stretch.last - max(kept, stretch.first)) / steps if steps else 1.0
+    seconds = dict(stretch.seconds)
+    lost = vain * seconds.pop("productive", 0.0)
+    seconds |= {"productive": stretch.seconds.get("productive", 0.0) - lost, "replayed": lost}
+    return replace(stretch, seconds=seconds)
+
+
+class Recent:
+    """Goodput of the last while.
+
+    Args:
+        window: seconds of wall clock.
+    """
+
+    def __init__(self, window: float = 600.0) -> None:
+        self._window = window
+        self._marks: deque[tuple[float, float, float]] = deque()  # when, useful and all seconds by then
+
+    def percent(self, now: float, so_far: Goodput) -> float | None:
+        """Of the window that ends now; None until some of it has passed."""
+        useful, total = sum(so_far.seconds[cause] for cause in USEFUL), so_far.total
+        marks = self._marks
+        while len(marks) > 1 and marks[1][0] <= now - self._window:
+            marks.popleft()
+        _, useful_then, total_then = marks[0] if marks else (now, useful, total)
+        if not marks or now - marks[-1][0] > self._window / 100:
+            marks.append((now, useful, total))
+        return 100.0 * (useful - useful_then) / (total - total_then) if total > total_then else None

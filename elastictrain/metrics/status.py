@@ -1,0 +1,64 @@
+"""How a run stands, from its ledger alone. Only what is known is there.
+
+A run that was killed leaves nothing that says so: without a sign of life for :data:`SILENT` seconds it is "silent". Nodes
+write at least every half minute while log steps come that often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elastictrain.metrics.goodput import goodput
+
+SILENT = 120.0
+
+_OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted"}
+
+
+def status(lines: Sequence[Mapping[str, Any]], *, now: float | None = None) -> dict[str, Any]:
+    """A run's status as JSON has it.
+
+    Args:
+        lines: of :func:`~elastictrain.metrics.ledger.read_ledger`; there is a start among them.
+        now: seconds since the epoch.
+
+    Returns:
+        ``state`` ("running", "silent", "finished", "interrupted", "preempted"), ``seen`` (seconds since the epoch of the
+        last sign of life), ``generation``, ``world_size``, ``mesh``, ``step``, ``samples``, ``tokens``, ``nodes``,
+        ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``, ``lost_seconds`` by cause, ``total_seconds``,
+        both over all nodes), and ``recoveries``.
+    """
+    start = max(_of(lines, "start"), key=lambda line: line["generation"])
+    here = [line for line in lines if line["generation"] == start["generation"]]
+    end = next(_of(here, "end"), None)
+    seen = max(line.get("to", line.get("time", 0.0)) for line in here)
+    account = goodput(lines)
+    found: dict[str, Any] = {
+        "state": "running" if (time.time() if now is None else now) - seen < SILENT else "silent",
+        "seen": seen,
+        "generation": start["generation"],
+        "world_size": start["world_size"],
+        "mesh": start["mesh"],
+        "step": start["step"],
+    }
+    if end is not None:
+        found["state"] = _OUTCOMES.get(end["outcome"], end["outcome"])
+    times = [line for line in _of(here, "time") if "samples" in line]
+    if times:
+        newest = max(times, key=lambda line: (line["steps"][1], line["to"]))
+        found |= {"step": newest["steps"][1], "samples": newest["samples"], "tokens": newest["tokens"]}
+    found["nodes"] = [
+        {name: line[name] for name in ("name", "host", "agent_pid", "workers")} for line in _of(here, "node")
+    ]
+    saved = max(_of(lines, "checkpoint"), key=lambda line: line["time"], default=None)
+    found["last_checkpoint"] = None if saved is None else {"step": saved["step"], "path": saved["path"]}
+    found["goodput"] = {"percent": account.percent, "lost_seconds": account.lost, "total_seconds": account.total}
+    fields = ("cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
+    found["recoveries"] = [{name: line[name] for name in fields} for line in _of(lines, "recovery")]
+    return found
+
+
+def _of(lines: Iterable[Mapping[str, Any]], event: str) -> Any:
+    return (line for line in lines if line["event"] == event)
