@@ -54,8 +54,12 @@ def attempt_url(run_dir: RunDir, folder: str) -> str:
 def entries(run_dir: RunDir) -> Iterator[Entry]:
     """Every attempt, newest first; one step is looked into when it is reached."""
     steps = [(int(match[1]), name) for name in run_dir.names(FOLDER) if (match := STEP.fullmatch(name))]
-    for _, name in sorted(steps, reverse=True):
-        yield from _of_step(run_dir, posixpath.join(FOLDER, name))
+    for step, name in sorted(steps, reverse=True):
+        folder = posixpath.join(FOLDER, name)
+        if _is_link(run_dir, folder):
+            yield Entry(run_dir, folder, step, None, _LINK)
+        else:
+            yield from _of_step(run_dir, folder)
 
 
 def _of_step(run_dir: RunDir, folder: str) -> list[Entry]:
@@ -68,7 +72,16 @@ def _of_step(run_dir: RunDir, folder: str) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.commit.time if entry.commit else 0.0, reverse=True)
 
 
+_LINK = "it is a symbolic link, and what it points to may be somebody else's"
+
+
+def _is_link(run_dir: RunDir, folder: str) -> bool:
+    return run_dir.is_local and os.path.islink(run_dir.join(folder))
+
+
 def _entry(run_dir: RunDir, folder: str, step: int) -> Entry:
+    if _is_link(run_dir, folder):
+        return Entry(run_dir, folder, step, None, _LINK)
     try:
         commit = Commit.from_json(read_whole(run_dir, posixpath.join(folder, COMMIT)))
         if commit.step != step:
@@ -79,9 +92,10 @@ def _entry(run_dir: RunDir, folder: str, step: int) -> Entry:
     except DamagedError as error:
         return Entry(run_dir, folder, step, None, str(error))
     except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.ELOOP):
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.EFBIG):
             raise
-        return Entry(run_dir, folder, step, None, f"{COMMIT} is no file ({os.strerror(error.errno)})")
+        what = "is too large" if error.errno == errno.EFBIG else "is no file"
+        return Entry(run_dir, folder, step, None, f"{COMMIT} {what} ({error.strerror})")
 
 
 def newest(run_dir: RunDir, *, but: Collection[str] = ()) -> str | None:

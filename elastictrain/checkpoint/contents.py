@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.manifest import (
     COMMIT,
-    MAX_JSON_BYTES,
     Commit,
     DamagedError,
     Manifest,
@@ -20,7 +19,7 @@ from elastictrain.checkpoint.manifest import (
     manifest_name,
     shard_name,
 )
-from elastictrain.checkpoint.storage import file_sizes, read_whole
+from elastictrain.checkpoint.storage import MAX_SMALL_BYTES, file_sizes, read_whole
 from elastictrain.errors import CheckpointError
 from elastictrain.rundir import RunDir
 
@@ -66,9 +65,9 @@ def _read(folder: RunDir) -> Contents:
 
 
 def _read_json(folder: RunDir, name: str, sizes: Mapping[str, int]) -> bytes:
-    if name not in sizes or sizes[name] > MAX_JSON_BYTES:
+    if name not in sizes or sizes[name] > MAX_SMALL_BYTES:
         raise DamagedError(f"{name} is missing" if name not in sizes else f"{name} has {sizes[name]} bytes")
     try:
-        return read_whole(folder, name)
+        return read_whole(folder, name, size=sizes[name])
     except FileNotFoundError as error:
         raise DamagedError(f"{name} is gone") from error

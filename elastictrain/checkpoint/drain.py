@@ -151,7 +151,9 @@ class Drain:
             sizes = storage.file_sizes(run_dir, folder)
             for rank in range(world_size):
                 if rank not in refs and manifest_name(rank) in sizes:
-                    data = storage.read_whole(run_dir, posixpath.join(folder, manifest_name(rank)))
+                    data = storage.read_whole(
+                        run_dir, posixpath.join(folder, manifest_name(rank)), size=sizes[manifest_name(rank)]
+                    )
                     try:
                         lengths[rank] = Manifest.from_json(data, rank=rank, world_size=world_size).num_bytes
                         refs[rank] = ManifestRef.of(data)

@@ -26,7 +26,6 @@ from elastictrain.errors import CheckpointError
 FORMAT = 1
 COMMIT = "COMMIT"
 STEP = re.compile(r"step-(\d{8,})")
-MAX_JSON_BYTES = 1 << 30  # no manifest comes near; a larger one is not read into memory
 
 
 class DamagedError(CheckpointError):

@@ -15,6 +15,7 @@ import posixpath
 
 from elastictrain.rundir import RunDir
 
+MAX_SMALL_BYTES = 1 << 28  # of a manifest, a COMMIT or a lease: none comes near
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write to a full disk says
 
 
@@ -39,12 +40,29 @@ def open_local(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def read_whole(run_dir: RunDir, path: str) -> bytes:
-    """A small object inside the run directory."""
-    if not run_dir.is_local:
-        return run_dir.read(path)
-    with open(open_local(run_dir.join(path)), "rb") as file:
-        return file.read()
+def read_whole(run_dir: RunDir, path: str, *, size: int | None = None) -> bytes:
+    """A small object inside the run directory.
+
+    Args:
+        size: in bytes, where it is known.
+
+    Raises:
+        OSError: EFBIG where it is not small: it is not read into memory.
+    """
+    if run_dir.is_local:
+        with open(open_local(run_dir.join(path)), "rb") as file:
+            _check_small(path, os.fstat(file.fileno()).st_size)
+            return file.read()
+    if size is None:
+        run_dir.fs.invalidate_cache(run_dir.join(posixpath.dirname(path)))  # it may have come since that was listed
+        size = run_dir.fs.size(run_dir.join(path))
+    _check_small(path, size)
+    return run_dir.read(path)
+
+
+def _check_small(path: str, size: int | None) -> None:
+    if size is not None and size > MAX_SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"{posixpath.basename(path)} has {size} bytes")
 
 
 def put(run_dir: RunDir, path: str, data: bytes) -> None:

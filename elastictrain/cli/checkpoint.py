@@ -132,6 +132,10 @@ def prune(run_dir: str, keep_last: int, keep_every: int | None, dry_run: bool) -
             click.echo(f"{'would delete' if dry_run else 'deleting'} {entry.folder} ({what}, {size})")
             if not dry_run:
                 catalog.delete(entry)
+    for upload in retention.abandoned_uploads(place):
+        click.echo(
+            f"{'would abort' if dry_run else 'aborting'} the upload of {upload['Bucket']}/{upload['Key']} (abandoned)"
+        )
     if not dry_run:
         retention.sweep(place)
     return EXIT_FINISHED

@@ -1,6 +1,7 @@
 """A writer process that is interrupted where a test says: ``python -m tests.checkpoint.interrupted POINT HOW``.
 
-HOW is ``kill`` (SIGKILL to itself), ``kill-parent`` (to its worker, and it goes on), or the number of an OSError.
+HOW is ``kill`` (SIGKILL to itself), ``kill-parent`` (to its worker, and it goes on), ``kill-both``, or the number of an
+OSError. Its parts are small: as S3 allows.
 ``POINT:2`` is the third time that the point is passed, counting from when the file FLAG is there;
 several points are separated by commas, each is interrupted once.
 """
@@ -12,8 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from elastictrain.checkpoint import drain_main
+from elastictrain.checkpoint import drain_main, upload
 from elastictrain.checkpoint.drain import Drain
+
+PART_BYTES = 5 << 20
 
 
 def command(point: str, how: str, flag: Path) -> list[str]:
@@ -32,14 +35,15 @@ def main() -> None:
             return
         left[passed] -= 1
         if left[passed] == -1:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif how == "kill-parent":
+            if how in ("kill-parent", "kill-both"):
                 os.kill(worker, signal.SIGKILL)
-            else:
+            if how in ("kill", "kill-both"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how.isdigit():
                 raise OSError(int(how), os.strerror(int(how)))
 
     drain_main.LINGER_SECONDS = 60.0
+    upload.PART_BYTES = PART_BYTES
     Drain.reached = staticmethod(reached)
     drain_main.main()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elastictrain.checkpoint import CheckpointReader, DamagedError
 from elastictrain.checkpoint.blocks import MIN_BLOCK_BYTES, Blocks, Hasher, block_bytes_of
+from elastictrain.checkpoint.export import verify
 from elastictrain.errors import CheckpointError
 from tests.checkpoint.states import assert_equal, blank, manager
 
@@ -74,13 +75,17 @@ def test_every_random_damage_is_found_and_changes_nothing(tmp_path: Path) -> Non
         what = f"{number}: {damage(file, source)}"
         targets = blank(STATE)
         with pytest.raises(CheckpointError) as found:
-            CheckpointReader(path).load(targets)
+            reader = CheckpointReader(path)
+            assert (problems := verify(reader)), what
+            assert file.name in problems[0], (what, problems)
+            reader.load(targets)
         assert file.name in str(found.value), (what, found.value)
         assert_equal(targets, blank(STATE))
         file.write_bytes(files[file])
     targets = blank(STATE)
     CheckpointReader(path).load(targets)
     assert_equal(targets, STATE)
+    assert verify(CheckpointReader(path)) == []
 
 
 @pytest.mark.parametrize("storage", ["local", "s3"])
@@ -102,12 +107,3 @@ def test_damage_is_named_by_file_tensor_and_range(storage: str, tmp_path: Path, 
     ids = {"model.ids": torch.zeros(40_000, dtype=torch.int64)}  # elsewhere in the file: it can be had
     reader.load(ids)
     assert_equal(ids, {"model.ids": STATE["model.ids"]})
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    path = Path(manager(str(tmp_path / "run")).save(1, STATE).path)
-    shard = path / "shard-00000-of-00001.safetensors"
-    shard.rename(tmp_path / "elsewhere")
-    shard.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedError, match=r"shard-00000-of-00001.safetensors is missing"):
-        CheckpointReader(path)

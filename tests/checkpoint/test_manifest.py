@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from elastictrain.checkpoint import CheckpointReader, DamagedError
+from elastictrain.checkpoint import DamagedError
 from elastictrain.checkpoint.blocks import Blocks
-from elastictrain.checkpoint.manifest import COMMIT, Commit, Manifest, ManifestRef, seal, tensors_of, values_of
+from elastictrain.checkpoint.manifest import Commit, Manifest, ManifestRef, seal, tensors_of, values_of
 from elastictrain.checkpoint.pieces import Piece
-from tests.checkpoint.states import blank, manager
 
 PIECES = (Piece("a", "F32", (4, 2), (0, 0), (2, 2), start=64), Piece("b", "BF16", (), (), (), start=80))
 MANIFEST = Manifest(0, 2, Blocks.of(bytes(82)), PIECES, {"x": [1]})
@@ -166,27 +163,3 @@ def test_ranks_that_disagree_are_refused() -> None:
     assert values_of([one, other]) == {"x": 1, "y": 2, "z": 3}
     with pytest.raises(DamagedError, match="disagree about the value of x"):
         values_of([one, Manifest(1, 2, Blocks.of(b""), (), {"x": 2})])
-
-
-def test_a_crafted_checkpoint_with_right_hashes_is_refused_and_loads_nothing(tmp_path: Path) -> None:
-    """Who can write COMMIT can make the hashes fit; the content is still not believed."""
-    path = Path(manager(str(tmp_path)).save(1, {"w": torch.ones(8), "v": torch.ones(8)}).path)
-    content = json.loads((path / "manifest-00000.json").read_text())
-    content["tensors"]["w"]["bytes"] = content["tensors"]["v"]["bytes"]
-    data = json.dumps(content).encode()
-    (path / "manifest-00000.json").write_bytes(data)
-    commit = json.loads((path / COMMIT).read_text())
-    ref = ManifestRef.of(data)
-    commit["manifests"][0].update(bytes=ref.num_bytes, sha256=ref.sha256)
-    del commit["sha256"]
-    (path / COMMIT).write_bytes(seal(json.dumps(commit).encode()))
-    with pytest.raises(DamagedError, match="overlap others"):
-        CheckpointReader(str(path)).load(blank({"w": torch.ones(8)}))
-
-
-def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
-    path = Path(manager(str(tmp_path)).save(1, {"w": torch.ones(8)}).path)
-    with open(path / "manifest-00000.json", "wb") as file:
-        file.truncate(1 << 40)  # a sparse file
-    with pytest.raises(DamagedError, match="manifest-00000.json has 1099511627776 bytes"):
-        CheckpointReader(str(path))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
+import re
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from elastictrain.checkpoint import CheckpointReader, export, resolve
+from elastictrain.checkpoint import CheckpointReader, export, resolve, retention
+from elastictrain.checkpoint.blocks import Blocks
 from elastictrain.cli.main import main
 from elastictrain.errors import UsageError
+from elastictrain.rundir import RunDir
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import elastictrain_command, run_ranks
 
@@ -63,27 +69,47 @@ def test_a_process_of_its_own_lists_them(run_dir: Path) -> None:
     lines = elastictrain_command("checkpoint", "list", run_dir).stdout.splitlines()
     assert lines[0].split() == ["STEP", "AGE", "SIZE", "RANKS", "LAYOUT", "STATE", "WHERE"]
     assert lines[1].split()[:6] == ["3", "-", "-", "-", "-", "not"]
-    assert lines[2].split()[0] == "2" and "dp_shard=2  whole" in lines[2] and "checkpoints/step-00000002/" in lines[2]
+    row = r"2 +\d+ (s|min) +\d+\.\d kB +2 +dp_shard=2 +whole +checkpoints/step-00000002/000000-[0-9a-f]{12}"
+    assert re.fullmatch(row, lines[2]), lines[2]
     assert lines[3].split()[0] == "1" and "dp_shard=2  damaged" in lines[3]
     assert len(lines) == 4
 
 
 def test_verify_names_what_is_damaged(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("verify", run_dir) == 0
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["step 2: good", "step 1: good"]
+    good = re.fullmatch(r"step 2: good, \d+\.\d kB at \d+\.\d\d GB/s\nstep 1: good, .* GB/s\n", capsys.readouterr().out)
+    assert good is not None
     shard = next((run_dir / "checkpoints" / "step-00000002").glob("*/shard-00001*"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     assert command("verify", run_dir) == 1
     out = capsys.readouterr().out
-    assert "step 2: DAMAGED: shard-00001-of-00002.safetensors bytes 0 to" in out and "step 1: good" in out
+    named = rf"step 2: DAMAGED: {shard.name} bytes 0 to {len(data)} \(model\.\S+ and \d+ more\) is not what was written"
+    assert re.search(named, out) and "step 1: good" in out
     assert command("verify", run_dir, "--step", "1") == 0
     assert command("verify", run_dir, "--step", "7") == 2
     assert "holds no committed checkpoint of step 7" in capsys.readouterr().err
     assert not (run_dir / "checkpoints" / "reading").exists() or not list(
         (run_dir / "checkpoints" / "reading").iterdir()
     )
+
+
+def test_verify_compares_with_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread waits until there is another."""
+    path = manager(str(tmp_path)).save(1, {f"model.{number}": torch.zeros(2 << 20) for number in range(4)}).path
+    threads, two, damage = set[int](), threading.Event(), Blocks.damage
+
+    def wait(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        if len(threads) > 1:
+            two.set()
+        assert two.wait(60.0), "one thread reads all"
+        return damage(*args)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(Blocks, "damage", wait)
+    assert export.verify(CheckpointReader(path)) == []
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
@@ -155,13 +181,31 @@ def test_prune(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     abandoned = run_dir / "checkpoints" / "step-00000003" / "000000-x"
     abandoned.mkdir(parents=True)
     os.utime(abandoned, (time.time() - 7200,) * 2)
+    there = sorted(run_dir.rglob("*"))
     assert command("prune", run_dir, "--keep-last", "1", "--dry-run") == 0
     out = capsys.readouterr().out
     assert "would delete checkpoints/step-00000001/" in out and "checkpoints/step-00000003/000000-x (abandoned" in out
-    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 3
+    assert sorted(run_dir.rglob("*")) == there, "nothing has changed"
     assert command("prune", run_dir, "--keep-last", "1") == 0
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000002"]
     assert CheckpointReader(resolve(str(run_dir))).step == 2
+
+
+def test_prune_tells_of_uploads_that_nobody_finished(
+    s3_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "abandoned_uploads", functools.partial(retention.abandoned_uploads, grace=-60.0))
+    run_dir = RunDir(s3_url)
+    bucket, key, _ = run_dir.fs.split_path(run_dir.join("checkpoints", "step-00000001", "000000-dead", "shard"))
+    run_dir.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+    for option in (["--dry-run"], []):
+        assert len(run_dir.fs.list_multipart_uploads(bucket)) == 1
+        assert command("prune", s3_url, *option) == 0
+    out = capsys.readouterr().out
+    assert (
+        out
+        == f"would abort the upload of {bucket}/{key} (abandoned)\naborting the upload of {bucket}/{key} (abandoned)\n"
+    )
 
 
 def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
