@@ -210,6 +210,9 @@ class CheckpointConfig:
         seconds_between_failures: what "auto" reckons with, for the whole job; None: 6 hours at first, and then what the
             run's own past says.
         at_end: save when training ends.
+        on_exception: save the last finished step when an exception ends training, where its state is still whole and all
+            ranks have raised it. Off, because the next start goes on from the newest checkpoint: a state in which training
+            has just failed may fail there again, where an older one would not.
         keep_last: keep the newest so many committed checkpoints and delete older ones after a commit; None keeps all.
         keep_every: besides those, keep those whose step is a multiple of this.
         keep_best: besides those, keep the best so many by ``best_metric``, a logged value such as "val/loss".
@@ -228,6 +231,7 @@ class CheckpointConfig:
     every_seconds: float | str | None = 300.0
     seconds_between_failures: float | None = None
     at_end: bool = True
+    on_exception: bool = False
     keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: int | None = None

@@ -7,6 +7,8 @@ without a traceback and exits with :data:`EXIT_USAGE`; nothing has been written 
 
 from __future__ import annotations
 
+import sys
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -27,3 +29,23 @@ class UnsupportedError(UsageError):
 
 class CheckpointError(ElasticTrainError):
     """A checkpoint is not committed, damaged, or does not fit the state it should be loaded into."""
+
+
+# Texts by which torch's backends say that a peer or the network is gone; they raise plain RuntimeErrors.
+_LOST_PEER = ("gloo", "NCCL", "Connection reset by peer", "Connection closed by peer", "connectFullMesh", "Broken pipe")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Does it say that another rank, or the network, is gone?"""
+    distributed = sys.modules.get("torch.distributed")
+    kinds: tuple[type[BaseException], ...] = (distributed.DistError,) if distributed is not None else ()
+    seen: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        if isinstance(chain, kinds):
+            return True
+        if isinstance(chain, RuntimeError) and any(text in str(chain) for text in _LOST_PEER):
+            return True
+        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
+    return False

@@ -5,6 +5,7 @@ steps by counting, a save by time and a stop under torchrun on log steps where r
 ``elastictrain run`` by the agents' agreement.
 
 On failure: nothing is caught. What was committed stays; the step in progress is done again by whoever resumes.
+:meth:`FitLoop.rescue` may save the last finished step afterwards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from elastictrain.keeping import collect
 from elastictrain.loop import StepRunner
 from elastictrain.metrics.console import make_console, print_line
 from elastictrain.reporting import NOTHING, Reporter, log_to_loggers
+from elastictrain.rescuing import rescue
 from elastictrain.session import Session
 from elastictrain.task import Task
 
@@ -75,6 +77,7 @@ class FitLoop:
         if s.counters.step == 0 and s.settings.val_every is not None and isinstance(s.task, Task):
             self._validate(0)  # where the curve begins, and a mistake in validation_step shows at once
         self.reporter.start()
+        self._mark_whole()
         while not self._is_done():
             self._epoch()
         self.reporter.stop()
@@ -122,6 +125,7 @@ class FitLoop:
             if self._is_done():
                 ended = False
                 break
+        s.is_whole = False
         if is_empty and ended:
             raise UsageError(
                 f"the training data gave no batch in epoch {s.counters.epoch}: give something that can be iterated"
@@ -132,7 +136,9 @@ class FitLoop:
             if s.settings.val_every is None:
                 self._validate(s.counters.step)
         self._end_epoch(ended=ended)
+        self._mark_whole()
         self._boundary()
+        s.is_whole = self.stopped is None and not self._is_done()
 
     def _count(self, work: Work) -> bool:
         """Ask all ranks, where only they together know, how much there is in this global batch; is it anything?"""
@@ -163,6 +169,12 @@ class FitLoop:
             for logger in s.loggers:
                 logger.save()
         s.counters.step = number
+        self._mark_whole()
+
+    def _mark_whole(self) -> None:
+        """What is in memory is the state after ``counters.step`` steps, and nothing of the next one."""
+        s = self._session
+        s.is_whole, s.has_begun, s.num_added = True, False, s.logbook.num_added
 
     def _end_epoch(self, *, ended: bool) -> None:
         """Hooks and averages of the epoch. ``ended``: it is over, not left in the middle by a limit."""
@@ -291,6 +303,11 @@ class FitLoop:
                 self._tell([info])
             if s.recorder is not None:
                 s.recorder.flush()
+
+    def rescue(self, error: Exception) -> None:
+        """``error`` has ended training: save the last finished step, if that is asked for and can be. Never raises."""
+        if self._manager is not None and self._session.settings.checkpoint.on_exception:
+            rescue(self._session, self._manager, error, saved_step=self._saved_step, content=self._content)
 
     def _end(self) -> None:
         """Training is over: save if asked to, and wait for what is under way in any case."""

@@ -132,6 +132,7 @@ class StepRunner:
 
     def _by_hand(self, work: Work) -> bool:
         """The user's own code is the step; this rank's share of the global batch is its batch."""
+        self._session.is_whole = False  # it may step an optimizer at any time
         slot = self.manual.check(work, self._next(work.slots))
         if self._begin(slot) == -1:
             return False
@@ -147,7 +148,7 @@ class StepRunner:
     def _begin(self, slot: Slot) -> Any:
         """The slot's batch on the device, its random numbers, the hooks before it."""
         s = self._session
-        s.batch_idx, s.batch_size, s.in_batch = slot.batch_idx, None, True
+        s.batch_idx, s.batch_size, s.in_batch, s.has_begun = slot.batch_idx, None, True, True
         batch = self.part(slot.batch)
         if self._context is not None:
             s.part_weight = getattr(s.task, "loss_weight", lambda batch: None)(batch)
@@ -246,6 +247,7 @@ class StepRunner:
 
     def _after_closure(self, optimizer: Optimizer) -> None:
         s = self._session
+        s.is_whole = False  # until the boundary
         if "on_before_optimizer_step" in self._anyone:
             self._hooks("on_before_optimizer_step", optimizer)
         if not self._is_automatic:

@@ -123,6 +123,11 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     stage: str = "train"  # train, validate, test, predict
     purpose: str = "fit"  # what the user called: fit, validate, test, predict
+    is_whole: bool = (
+        False  # training: the state is that after ``counters.step`` steps; not from the optimizer to the boundary
+    )
+    has_begun: bool = False  # a batch of the step after those has been given to the module
+    num_added: int = 0  # what the logbook had counted when the state was whole
     should_stop: bool = False  # a callback or the module asks to stop training
     is_last_step: bool = False  # the running global batch ends its epoch
     next_batch: int = 0  # the batch_idx behind it

@@ -171,6 +171,8 @@ class Trainer:
             self.stopped = loop.stopped
             builder.announcer.finish(loop)
         except BaseException as error:
+            if loop is not None and isinstance(error, Exception):
+                loop.rescue(error)
             builder.fail(error)
             raise
         finally:

@@ -132,6 +132,32 @@ class CheckpointManager:
         self.saves.finish_errands()
         return info
 
+    def save_last(
+        self,
+        step: int,
+        state: FlatState,
+        *,
+        local_values: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None,
+        seconds: float,
+    ) -> bool:
+        """The same where the ranks part afterwards: collective only until it is staged.
+
+        Args:
+            seconds: how long to wait for this rank's part of it, on rank 0 for the commit.
+
+        Returns:
+            Whether that is written; if not, the writers go on.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be saved.
+        """
+        try:
+            self.saves.begin(Content(step, state, local_values or {}, about or {}), must=True)
+        except RoundFailed as failed:
+            raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
+        return self.saves.linger(seconds)
+
     def look(self) -> None:
         """Say what this rank's writer has failed to do. No collective: after every step."""
         self.saves.look()

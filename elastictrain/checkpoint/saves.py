@@ -303,12 +303,18 @@ class Saves:
 
     def _listen(self) -> None:
         """Until this rank's part of all saves is over, or it is time to ask the others."""
-        deadline = time.monotonic() + TURN_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            is_main = self._ranks.rank == 0
-            if all(one.failure or (one.is_committed if is_main else one.is_written) for one in self._under_way):
-                return
-            self.look(left)
+        self.linger(TURN_SECONDS)
+
+    def linger(self, seconds: float) -> bool:
+        """Wait until this rank's part of all saves is over, without the others; is all of it written?"""
+        deadline, is_main = time.monotonic() + seconds, self._ranks.rank == 0
+        while True:
+            done = [one.is_committed if is_main else one.is_written for one in self._under_way]
+            if all(is_done or one.failure for is_done, one in zip(done, self._under_way, strict=True)):
+                return all(done)
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            self.look(min(left, TURN_SECONDS))
 
     def _clean_up(self, folders: list[str]) -> None:
         """Remove failed attempts, after all have stopped writing; those that resisted, too. Rank 0's writer does it."""

@@ -25,6 +25,11 @@ def share_metrics(module: nn.Module, group: Any) -> None:
             metric.process_group = group
 
 
+def has_updates(module: nn.Module) -> bool:
+    """Has any metric of the module gathered something?"""
+    return any(metric.update_count for _, metric in _metrics(module))
+
+
 def metric_state(module: nn.Module, *, world_size: int) -> FlatState:
     """``metrics.{attribute}``: what the metrics of the module have gathered over all ranks. A collective."""
     flat: FlatState = {}

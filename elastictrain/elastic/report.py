@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import site
-import sys
 import sysconfig
 import time
 import traceback
@@ -21,12 +20,9 @@ from functools import cache
 
 import elastictrain
 from elastictrain.elastic.membership import AgentMembership
-from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, UsageError, is_lost_peer
 
 HINT = "; --full-traceback shows them"
-
-# Texts by which torch's backends say that a peer or the network is gone; they raise plain RuntimeErrors.
-_LOST_PEER = ("gloo", "NCCL", "Connection reset by peer", "Connection closed by peer", "connectFullMesh", "Broken pipe")
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ def describe(error: BaseException, *, rank: int, step: int, retry: bool = True) 
         where=_where(error),
         text=text if HINT not in text else text[:once] + text[once:].replace(HINT, ""),
         full=full,
-        lost_peer=_says_lost_peer(error),
+        lost_peer=is_lost_peer(error),
         retry=retry,
         time=time.time(),
     )
@@ -137,21 +133,6 @@ def guarded(mine: AgentMembership, body: Callable[[], None], *, retry: bool = Tr
     report = describe(raised, rank=mine.rank, step=mine.step, retry=retry)
     report.write(mine.assignment.reports)
     return EXIT_USAGE if report.kind == "usage" else EXIT_FAILED
-
-
-def _says_lost_peer(error: BaseException) -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    kinds: tuple[type[BaseException], ...] = (distributed.DistError,) if distributed is not None else ()
-    seen: set[int] = set()
-    chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen:
-        seen.add(id(chain))
-        if isinstance(chain, kinds):
-            return True
-        if isinstance(chain, RuntimeError) and any(text in str(chain) for text in _LOST_PEER):
-            return True
-        chain = chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__)
-    return False
 
 
 # ---- folding -------------------------------------------------------------------------------------------------------

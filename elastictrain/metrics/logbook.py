@@ -129,6 +129,7 @@ class LogBook:
     def __init__(self, *, training: bool) -> None:
         self.training = training
         self.entries: dict[Key, Entry] = {}
+        self.num_added = 0  # to values of an epoch
 
     def add(self, key: Key, meta: Meta, value: Tensor | Metric, batch_size: int) -> None:
         """Raises:
@@ -141,6 +142,7 @@ class LogBook:
             raise UsageError(
                 f"self.log({meta.name!r}, …) was called twice in {key[0]} with different options: use one name each"
             )
+        self.num_added += meta.on_epoch
         if isinstance(value, Tensor):
             entry.add(value, batch_size)
             return

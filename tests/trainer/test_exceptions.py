@@ -1,0 +1,158 @@
+"""``CheckpointConfig(on_exception=True)``: the last finished step is saved where its state is whole and all ranks are there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from elastictrain import CheckpointConfig, Trainer, rescuing
+from elastictrain.checkpoint import CheckpointReader, resolve
+from elastictrain.errors import UsageError
+from tests.helpers import logged, run_ranks
+from tests.trainer.tasks import Recorded, farthest
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ON = CheckpointConfig(every_seconds=None, keep_last=None, on_exception=True)
+OFF = CheckpointConfig(every_seconds=None, keep_last=None)
+
+
+class Failing(Recorded):
+    """Raises once in step 8, where it is told; on one rank, or on all."""
+
+    def __init__(self, where: str = "", *, rank: int | None = None) -> None:
+        super().__init__()
+        self.where, self.failing_rank = where, rank
+
+    def _fail(self, where: str) -> None:
+        if where == self.where and self.global_step == 7 and self.failing_rank in (None, self.global_rank):
+            raise ValueError(f"the user's own, in {where}")
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.where == "a step with statistics":
+            self.norm = nn.BatchNorm1d(16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        if self.where == "a step that logs":
+            self.log("train/mean", loss.detach(), on_epoch=True)
+        if batch_idx % 8 > 1:  # the first slots of the step went well
+            for where in ("a step", "a step with statistics", "a step that logs"):
+                self._fail(where)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._fail("the optimizer")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._fail("the data")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.where == "after the optimizer" and self.global_step == 8:
+            raise ValueError("the user's own, after the optimizer")
+
+
+def _fit(run_dir: Path, task: Recorded, steps: int = 11, **options: Any) -> None:
+    options = {
+        "global_batch_size": 24,
+        "micro_batch_size": 3,
+        "log_every": 1,
+        "checkpoint": ON,
+        "val_every": 50,
+        **options,
+    }
+    Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(task)
+
+
+@pytest.mark.parametrize("where", ["a step", "the data"])
+def test_the_last_finished_step_is_saved_and_the_curve_goes_on(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fit(tmp_path / "whole", Recorded())
+    with pytest.raises(ValueError, match=f"the user's own, in {where}"):
+        _fit(tmp_path / "parts", Failing(where))
+    assert CheckpointReader(resolve(str(tmp_path / "parts"))).step == 7
+    assert "elastictrain: step 7 is saved, after ValueError" in capsys.readouterr().out
+    _fit(tmp_path / "parts", Failing())
+    assert farthest(*(logged(tmp_path / name, "train/loss") for name in ("whole", "parts"))) == 0.0
+    ends = [CheckpointReader(resolve(str(tmp_path / name))) for name in ("whole", "parts")]
+    assert ends[0].values["metrics.log"] == ends[1].values["metrics.log"]
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("the optimizer", "step 8 was half done, from its optimizer on"),
+        ("after the optimizer", "step 8 was half done, from its optimizer on"),
+        ("a step with statistics", "step 8 may have changed buffers already"),
+        ("a step that logs", "step 8 had logged values of its epoch already"),
+        ("off", ""),
+    ],
+)
+def test_nothing_is_saved_that_is_not_whole_or_not_asked_for(
+    where: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="the user's own"):
+        _fit(tmp_path, Failing("a step" if where == "off" else where), checkpoint=OFF if where == "off" else ON)
+    assert not (tmp_path / "checkpoints").exists()
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (not why and not found) or any(
+        f"no checkpoint of step 7 after the exception: {why}" in text for text in found
+    )
+
+
+def test_a_storage_that_fails_then_does_not_hide_the_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elastictrain.checkpoint.saves.Arena", fail)
+    with pytest.raises(ValueError, match="the user's own") as raised:
+        _fit(tmp_path, Failing("a step"))
+    assert raised.value.__cause__ is None
+    assert "the checkpoint of step 7, after the exception, was not written" in caplog.text
+
+
+def test_a_mistake_saves_nothing(tmp_path: Path) -> None:
+    class Wrong(Recorded):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise UsageError("a mistake")
+
+    with pytest.raises(UsageError, match="a mistake"):
+        _fit(tmp_path, Wrong())
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def _fit_ranks(rank: int, world_size: int, run_dir: Path, failing_rank: int | None) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    rescuing.log.addHandler(handler)
+    with pytest.raises(ValueError if failing_rank in (None, rank) else RuntimeError):
+        _fit(run_dir, Failing("a step", rank=failing_rank), mesh="dp_shard=2", log_every=5)
+    return said
+
+
+@pytest.mark.slow
+def test_all_ranks_or_none(tmp_path: Path) -> None:
+    """On all of them: saved, in the middle of FSDP's forward passes. On one: nothing, and nobody waits for long."""
+    assert run_ranks(_fit_ranks, 2, tmp_path / "all", None, timeout=120) == [[], []]
+    reader = CheckpointReader(resolve(str(tmp_path / "all")))
+    assert reader.step == 7 and reader.commit.world_size == 2
+    _fit(tmp_path / "whole", Recorded())
+    _fit(tmp_path / "all", Failing())
+    curves = [logged(tmp_path / name, "train/loss") for name in ("whole", "all")]
+    assert curves[0].keys() == {*range(1, 12)} and all(abs(curves[0][i] - curves[1][i]) < 1e-5 for i in range(8, 12))
+    for failing_rank in (0, 1):
+        said = run_ranks(_fit_ranks, 2, tmp_path / "one", failing_rank, timeout=120)
+        assert (
+            said[failing_rank] == ["no checkpoint of step 7 after the exception: it was raised on some ranks only"]
+            and not said[1 - failing_rank]
+        )
+        assert not (tmp_path / "one" / "checkpoints").exists()
