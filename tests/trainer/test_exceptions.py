@@ -1,4 +1,4 @@
-"""``CheckpointConfig(on_exception=True)``: the last finished step is saved where its state is whole and all ranks are there."""
+"""``CheckpointConfig(on_exception=True)``: the last finished step is saved, where that is whole and all ranks are there."""
 
 from __future__ import annotations
 
