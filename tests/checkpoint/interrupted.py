@@ -8,6 +8,7 @@ several points are separated by commas, each is interrupted once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -36,7 +37,8 @@ def main() -> None:
         left[passed] -= 1
         if left[passed] == -1:
             if how in ("kill-parent", "kill-both"):
-                os.kill(worker, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it may have ended with another rank
+                    os.kill(worker, signal.SIGKILL)
             if how in ("kill", "kill-both"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how.isdigit():

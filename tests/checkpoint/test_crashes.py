@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastictrain.checkpoint import CheckpointReader, catalog
+from elastictrain.checkpoint import CheckpointManager, CheckpointReader, catalog
 from elastictrain.checkpoint.background import WriterHere
 from elastictrain.checkpoint.contents import Contents
 from elastictrain.checkpoint.drain import POINTS, Drain
@@ -62,6 +62,17 @@ def save_killed(rank: int, world_size: int, url: str, flag: Path, at: int, point
             said = str(error)
     checkpoints.close()
     return said
+
+
+def died(at: int, world_size: int) -> str:
+    return f"rank {'[0-9]' if at == EVERY_RANK else at} of {world_size}: died without a word, exit code -9"
+
+
+def here(url: str, *, generation: int = 0) -> CheckpointManager:
+    """One that writes in this process: the saves before and after the one that is interrupted."""
+    checkpoints = manager(url, generation=generation)
+    checkpoints.saves._writer = WriterHere()
+    return checkpoints
 
 
 def wait_for(url: str, step: int) -> str:
@@ -113,7 +124,7 @@ def orphans(run_dir: RunDir) -> list[str]:
 CASES = [
     (storage, world_size, at, point)
     for storage, world_size, at in [("local", 2, 0), ("local", 2, 1), ("s3", 1, 0), ("s3", 2, 1)]
-    for point in (WRITER_POINTS if at == 0 else ["part:1", "manifest"])
+    for point in (WRITER_POINTS if at == 0 else ["part:1", "manifest"] if storage == "local" else ["shard"])
 ]
 
 
@@ -125,7 +136,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(("url", "world_size", "at", "point"), CASES, indirect=["url"])
 def test_a_writer_that_is_killed_costs_one_save(url: str, world_size: int, at: int, point: str, tmp_path: Path) -> None:
-    old = manager(url).save(10, expected())
+    old = here(url).save(10, expected())
     texts = run_ranks(save_killed, world_size, url, tmp_path / "flag", at, point, "kill", timeout=120)
     newest = manager(url).newest()
     assert newest is not None
@@ -139,7 +150,7 @@ def test_a_writer_that_is_killed_costs_one_save(url: str, world_size: int, at: i
     assert len(set(texts)) == 1
     if not is_new or texts[0]:
         assert f"rank {at}: WriterDied: the writer process was killed by signal 9" in texts[0]
-    again = manager(url, generation=2).save(20, expected(seed=3))  # the same step again, in a folder of its own
+    again = here(url, generation=2).save(20, expected(seed=3))  # the same step again, in a folder of its own
     assert manager(url).newest() == again.path
     load_all(again.path, seed=3)
     check_swept(url, num_whole=2 + is_new)
@@ -153,8 +164,8 @@ def test_a_writer_that_is_killed_costs_one_save(url: str, world_size: int, at: i
 def test_a_worker_that_is_killed_does_not_keep_its_writer_from_the_commit(
     url: str, world_size: int, at: int, point: str, tmp_path: Path
 ) -> None:
-    manager(url).save(10, expected())
-    with pytest.raises(RankError, match=f"rank {max(at, 0)} of {world_size}: died without a word, exit code -9"):
+    here(url).save(10, expected())
+    with pytest.raises(RankError, match=died(at, world_size)):
         run_ranks(save_killed, world_size, url, tmp_path / "flag", at, point, "kill-parent", timeout=120)
     check_new(wait_for(url, 20))
     check_swept(url, num_whole=2)
@@ -169,8 +180,8 @@ def test_a_worker_and_its_writer_that_are_killed_cost_one_save(
     url: str, world_size: int, at: int, point: str, tmp_path: Path
 ) -> None:
     """Nobody is left to remove what they have begun."""
-    old = manager(url).save(10, expected())
-    with pytest.raises(RankError, match=f"rank {max(at, 0)} of {world_size}: died without a word, exit code -9"):
+    old = here(url).save(10, expected())
+    with pytest.raises(RankError, match=died(at, world_size)):
         run_ranks(save_killed, world_size, url, tmp_path / "flag", at, point, "kill-both", timeout=120)
     newest = wait_for(url, 20) if point == "committed" or (at == 1 and point == "manifest") else manager(url).newest()
     is_new = newest != old.path
@@ -180,7 +191,7 @@ def test_a_worker_and_its_writer_that_are_killed_cost_one_save(
         load_all(old.path)
         assert orphans(RunDir(url)) or point in ("started", "part"), "there is something to sweep"
     check_swept(url, num_whole=1 + is_new)
-    again = manager(url, generation=2).save(30, expected(seed=3))
+    again = here(url, generation=2).save(30, expected(seed=3))
     assert manager(url).newest() == again.path
     load_all(again.path, seed=3)
 
@@ -193,8 +204,8 @@ def test_a_worker_and_its_writer_that_are_killed_cost_one_save(
 def test_a_worker_that_is_killed_before_it_has_handed_over_costs_one_save(
     url: str, world_size: int, at: int, point: str, tmp_path: Path
 ) -> None:
-    old = manager(url).save(10, expected())
-    with pytest.raises(RankError, match=f"rank {at} of {world_size}: died without a word, exit code -9"):
+    old = here(url).save(10, expected())
+    with pytest.raises(RankError, match=died(at, world_size)):
         run_ranks(save_killed, world_size, url, tmp_path / "flag", at, point, "kill", timeout=120)
     if point == "submitted":
         check_new(wait_for(url, 20))
@@ -203,7 +214,7 @@ def test_a_worker_that_is_killed_before_it_has_handed_over_costs_one_save(
         assert newest == old.path
         load_all(newest)
     check_swept(url, num_whole=1 + (point == "submitted"))
-    again = manager(url, generation=2).save(30, expected(seed=3))
+    again = here(url, generation=2).save(30, expected(seed=3))
     assert manager(url).newest() == again.path
 
 
@@ -216,8 +227,7 @@ def object_of(name: str) -> str:
 
 def save_watched(url: str, happened: list[str]) -> None:
     """In this process; what it passes goes to ``happened``."""
-    checkpoints = manager(url)
-    checkpoints.saves._writer = WriterHere()  # type: ignore[attr-defined]
+    checkpoints = here(url)
     checkpoints.saves.reached = happened.append  # type: ignore[method-assign]
     checkpoints.save(1, {**expected(), **BIG})
 

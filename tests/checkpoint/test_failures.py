@@ -1,4 +1,9 @@
-"""A save that fails on any rank, or is killed at any point, costs nothing but itself."""
+"""A save that fails on any rank, or whose storage says no, costs nothing but itself.
+
+Where the other ways to fail are tested: killed at any point, test_crashes; damaged files, test_damage and test_save_load;
+two jobs, test_lease; an object store that refuses, is slow or cuts connections, test_s3; files that somebody has made up,
+test_untrusted; what fails in the background, test_background.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import ctypes
 import errno
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.checkpoint import CheckpointManager, CheckpointReader
+from elastictrain.checkpoint import CheckpointManager, CheckpointReader, upload
+from elastictrain.checkpoint.blocks import Hasher
 from elastictrain.checkpoint.drain import POINTS
 from elastictrain.checkpoint.manifest import COMMIT
 from elastictrain.errors import CheckpointError
+from elastictrain.rundir import RunDir
 from tests.checkpoint import interrupted
 from tests.checkpoint.states import assert_equal, blank, expected, load_all, manager
 from tests.helpers import RankError, run_ranks
@@ -197,6 +205,26 @@ def test_a_file_that_the_system_cuts_short_is_no_checkpoint(tmp_path: Path) -> N
     text = run_ranks(cut, 1)[0]
     assert os.strerror(errno.EFBIG) in text and "bytes were needed for" in text
     assert len(attempts(str(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "fdatasync"), (Hasher, "update")])
+def test_an_error_in_another_thread_is_not_lost(
+    owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Write-back of the first part, and its hash; the last part is written well."""
+
+    def fail(*args: object) -> None:
+        if not failed:
+            failed.append(threading.current_thread() is not threading.main_thread())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    failed: list[bool] = []
+    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(upload, "PART_BYTES", 1 << 10)
+    monkeypatch.setattr(upload, "SYNC_BYTES", 1 << 10)
+    with pytest.raises(OSError, match="Input/output error"):
+        upload.upload(RunDir(str(tmp_path)), "shard", memoryview(bytes(1 << 14)), before_part=lambda: None)
+    assert failed == [True]
 
 
 def test_a_bucket_that_is_not_there_is_not_made(s3_url: str) -> None:

@@ -10,7 +10,9 @@ import fsspec
 import pytest
 
 from elastictrain.checkpoint import CheckpointReader, DamagedError, resolve
+from elastictrain.checkpoint.storage import put_once
 from elastictrain.errors import CheckpointError, UsageError
+from elastictrain.rundir import RunDir
 from tests.checkpoint.proxy import Proxy
 from tests.checkpoint.states import assert_equal, blank, expected, manager
 
@@ -74,9 +76,10 @@ def test_what_passes_is_waited_for(fault: str, proxy: Proxy, s3_url: str) -> Non
     ("since", "fault", "reason"),
     [
         ("the upload", "503", "told to say SlowDown"),
-        ("the manifest", "503", "told to say SlowDown"),
-        ("the upload", "cut", "Connection"),
-        ("the upload", "403 AccessDenied", "PermissionError: told to say AccessDenied"),
+        ("a part", "503", "told to say SlowDown"),
+        ("a part", "cut", "Connection"),
+        ("a part", "403 AccessDenied", "PermissionError: told to say AccessDenied"),
+        ("the end of the upload", "503", "told to say SlowDown"),
         ("the manifest", "403 InvalidAccessKeyId", "PermissionError: told to say InvalidAccessKeyId"),
     ],
 )
@@ -88,7 +91,13 @@ def test_what_lasts_costs_one_save(since: str, fault: str, reason: str, proxy: P
     broken = []
 
     def failing(method: str, path: str) -> str | None:
-        if method in ("PUT", "POST", "DELETE") and (broken or since == "the upload" or "manifest" in path):
+        now = {
+            "the upload": method in ("PUT", "POST", "DELETE"),
+            "a part": "partNumber=" in path,  # and the upload can still be aborted
+            "the end of the upload": method == "POST" and "uploadId=" in path,
+            "the manifest": method in ("PUT", "POST", "DELETE") and (bool(broken) or "manifest" in path),
+        }
+        if now[since]:
             broken.append(path)
             return fault
         return None
@@ -98,7 +107,8 @@ def test_what_lasts_costs_one_save(since: str, fault: str, reason: str, proxy: P
         checkpoints.save(2, expected(seed=2))
     text = str(failed.value)
     assert reason in text and remedy in text and "older checkpoints are untouched" in text and "\n" not in text
-    assert len(broken) <= most, "tries are bounded"
+    assert 0 < len(broken) <= most, "tries are bounded"
+    assert not _uploads(s3_url), "it was aborted, or never begun"
     assert resolve(s3_url) == first.path
     _load(first.path)
     proxy.fault = lambda method, path: None
@@ -130,3 +140,13 @@ def test_storage_that_does_not_answer_is_no_damage(at: str, fault: str, proxy: P
     kind = UsageError if "403" in fault else CheckpointError
     with pytest.raises(kind, match="cannot be read .*: check the address and the credentials"):
         resolve(s3_url)
+
+
+def test_a_commit_is_written_once(s3_url: str) -> None:
+    """Whoever comes second is told; one whose first try went through, and whose answer was lost, is not."""
+    run_dir = RunDir(s3_url)
+    put_once(run_dir, "checkpoints/COMMIT", b"mine")
+    put_once(run_dir, "checkpoints/COMMIT", b"mine")
+    with pytest.raises(FileExistsError, match="there is another COMMIT"):
+        put_once(run_dir, "checkpoints/COMMIT", b"another's")
+    assert run_dir.read("checkpoints", "COMMIT") == b"mine"
