@@ -59,6 +59,7 @@ class FitLoop:
             self._interval = Interval(config.seconds_between_failures, session.num_cut_short, self._trained_before)
         self._told_interval = 0.0
         self._validated_step = -1
+        self._description = description(session.task) if manager is not None and session.ranks.is_main else None
         self._agreed = NOTHING
         self._weigh: Any = getattr(session.task, "loss_weight", None)
         self._weighs = isinstance(session.task, Task) and is_overridden("loss_weight", session.task, Task)
@@ -328,8 +329,8 @@ class FitLoop:
             "samples": s.counters.samples,
             "metrics": metrics,
         }
-        if s.ranks.is_main and (model := description(s.task)) is not None:
-            about["transformers"] = model
+        if self._description is not None:
+            about["transformers"] = self._description
         return {"state": state, "local_values": local_values, "about": about}
 
     def _tell(self, committed: list[SaveInfo]) -> None:

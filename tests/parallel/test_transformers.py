@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from elastictrain import CheckpointConfig, Trainer, UsageError
+from elastictrain.callbacks import EMA
 from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.checkpoint.export import export
 from elastictrain.own_plan import own_plan
@@ -201,6 +202,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
         config = CheckpointConfig(every_seconds=None)
         Trainer(
             run_dir=str(folder / name),
+            callbacks=[EMA(decay=0.5)],
             max_steps=2,
             global_batch_size=8,
             micro_batch_size=4,
@@ -235,6 +237,14 @@ def test_an_export_is_a_model_of_the_library(tmp_path: Path) -> None:
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         with torch.no_grad():
             assert torch.equal(loaded.eval()(tokens).logits, task.model.eval()(tokens).logits), name
+        export(reader, tmp_path / f"{name}-ema", to="hf", only="ema.")
+        averages, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"{name}-ema", output_loading_info=True
+        )
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        embedding = {"ema.model.model.embed_tokens.weight": torch.empty(VOCAB, 32)}
+        reader.load(embedding)
+        assert torch.equal(averages.get_input_embeddings().weight, *embedding.values())
 
 
 # ---- plans of models ------------------------------------------------------------------------------------------------
