@@ -208,23 +208,24 @@ def test_a_file_that_the_system_cuts_short_is_no_checkpoint(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("owner", "name"), [(os, "fdatasync"), (Hasher, "update")])
-def test_an_error_in_another_thread_is_not_lost(
+def test_an_error_beside_the_writing_is_not_lost(
     owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Write-back of the first part, and its hash; the last part is written well."""
+    """Write-back of the first part, in a thread of its own, and its hash; the last part is written well."""
 
     def fail(*args: object) -> None:
         if not failed:
-            failed.append(threading.current_thread() is not threading.main_thread())
+            failed.append(name)
+            assert owner is not os or threading.current_thread() is not threading.main_thread()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    failed: list[bool] = []
+    failed: list[str] = []
     monkeypatch.setattr(owner, name, fail)
     monkeypatch.setattr(upload, "PART_BYTES", 1 << 10)
     monkeypatch.setattr(upload, "SYNC_BYTES", 1 << 10)
     with pytest.raises(OSError, match="Input/output error"):
         upload.upload(RunDir(str(tmp_path)), "shard", memoryview(bytes(1 << 14)), before_part=lambda: None)
-    assert failed == [True]
+    assert failed == [name]
 
 
 def test_a_bucket_that_is_not_there_is_not_made(s3_url: str) -> None:
