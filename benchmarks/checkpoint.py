@@ -1,188 +1,127 @@
-"""What a checkpoint costs, each figure beside its physical limit measured in the same run, and beside stock DCP.
+"""What a checkpoint costs, each figure beside its physical limit measured in the same run, stock DCP's and Lightning's.
 
-    python benchmarks/checkpoint.py [--gigabytes 0.8] [--folder /dev/shm/bench] [--rounds 5]
-    torchrun --nproc-per-node 2 benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py [--minutes 9] [--ranks 1 2] [--gigabytes 0.8 2.4] [--folders /dev/shm /var/tmp]
 
-Limits: copying the local state in memory; writing its bytes with ``write`` and ``fsync``; reading them with ``read``; a
-training step with nothing else going on. All are measured in turn in every round, and what is printed is the median of
-the rounds' ratios: on a machine that others use too, neighbours in time meet the same load.
+One table: a column for each number of ranks, size of the state (of all ranks together) and folder. Every cell is the
+median of the rounds' ratios. In a round what is compared is measured one after the other, so that neighbours in time meet
+the same load of the machine (``benchmarks/checkpoint_case.py``). Slower programs are measured every other round.
+
+Limits: copying the local state in memory; writing it with ``write`` and ``fsync``; reading it with ``read`` into memory that
+is already there, from the page cache and (on a disk) from the disk itself; a training step with nothing else going on.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import os
 import shutil
+import signal
+import socket
 import statistics
-import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[1]
+COPIES = 7  # of the state, at most: itself, a copy, two images; on tmpfs also three files
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-
-from elastictrain.checkpoint import CheckpointManager, CheckpointReader
-from elastictrain.config import CheckpointConfig
-from elastictrain.rundir import RunDir
-
-PART = 16 << 20
-
-
-def state_of(num_bytes: int) -> dict[str, Tensor]:
-    """Parameters and AdamW's moments of a transformer-like model."""
-    state: dict[str, Tensor] = {}
-    layer = 0
-    while sum(one.nbytes for one in state.values()) < num_bytes:
-        for name, shape in {"qkv": (3072, 1024), "out": (1024, 1024), "norm": (1024,)}.items():
-            for kind in ("model", "optim.0.exp_avg", "optim.0.exp_avg_sq"):
-                state[f"{kind}.layers.{layer}.{name}"] = torch.randn(shape)
-        layer += 1
-    return state
-
-
-def timed(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def raw_write(folder: Path, data: memoryview) -> float:
-    def write() -> None:
-        descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for start in range(0, len(data), PART):
-            part = data[start : start + PART]
-            while part:
-                part = part[os.write(descriptor, part) :]
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-    (folder / "raw").unlink(missing_ok=True)
-    return timed(write)
-
-
-def raw_read(folder: Path, into: memoryview) -> float:
-    def read() -> None:
-        descriptor = os.open(folder / "raw", os.O_RDONLY)
-        for start in range(0, len(into), PART):
-            part = into[start : start + PART]
-            while part:
-                part = part[os.readv(descriptor, [part]) :]
-        os.close(descriptor)
-
-    return timed(read)
-
-
-def matmul_step(a: Tensor) -> float:
-    return timed(lambda: [a @ a for _ in range(4)])
-
-
-def python_step(small: Tensor) -> float:
-    return timed(lambda: [small.add_(1.0) for _ in range(20_000)])
-
-
-def steps_while(step: Callable[[], float], is_busy: Callable[[], bool]) -> list[float]:
-    taken = []
-    while is_busy():
-        taken.append(step())
-    return taken
-
-
-def stock_save(folder: str, state: dict[str, Tensor]) -> None:
-    dcp.save(state, checkpoint_id=f"{folder}/stock", no_dist=not dist.is_initialized())
-
-
-def stock_load(folder: str, state: dict[str, Tensor]) -> None:
-    dcp.load(state, checkpoint_id=f"{folder}/stock", no_dist=not dist.is_initialized())
-
-
-def rank_bytes() -> int:
-    """What this process and its writer hold that is not the state's own memory: shared pages."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssShmem"))
-
-
-def bench(options: argparse.Namespace, rank: int, world_size: int) -> None:
-    folder = Path(options.folder) / f"rank{rank}"
-    folder.mkdir(parents=True, exist_ok=True)
-    run = RunDir(str(Path(options.folder) / "run"))
-    state = {f"{name}.{rank}": one for name, one in state_of(int(options.gigabytes * 1e9) // world_size).items()}
-    num_bytes = sum(one.nbytes for one in state.values())
-    copies = {name: torch.empty_like(one) for name, one in state.items()}
-    data = memoryview(bytearray(num_bytes))
-    big, small = torch.randn(512, 512), torch.randn(16)
-    manager = CheckpointManager(run, CheckpointConfig(keep_last=1), rank=rank, world_size=world_size, generation=0)
-    found: dict[str, list[float]] = defaultdict(list)
-    memcpy = lambda: [copies[name].copy_(one) for name, one in state.items()]  # noqa: E731
-    memcpy()
-    manager.save(0, state)  # memory and writer are there from now on
-    for step in range(1, options.rounds + 1):
-        if world_size > 1:
-            dist.barrier()
-        limit = timed(memcpy)
-        manager.begin(step, state)
-        found["training blocked / memcpy"].append(manager.saves.blocked / limit)
-        manager.wait()
-        limit = raw_write(folder, data)
-        found["save, committed / raw write + fsync"].append(timed(lambda step=step: manager.save(step, state)) / limit)
-        path = manager.newest()
-        assert path is not None
-        limit = raw_read(folder, data)
-        reader = CheckpointReader(path)
-        found["verified load / raw read"].append(timed(lambda reader=reader: reader.load(copies)) / limit)
-        for name, one in (("matmul", lambda: matmul_step(big)), ("Python ops", lambda: python_step(small))):
-            quiet = statistics.median(one() for _ in range(5))
-
-            def busy() -> bool:
-                manager.look()
-                return manager.saves.is_writing
-
-            manager.begin(step, state)
-            busy_steps = steps_while(one, busy) or [quiet]
-            manager.wait()
-            found[f"step while a save drains ({name}) / alone"].append(statistics.median(busy_steps) / quiet)
-        if not options.skip_dcp:
-            limit = raw_write(folder, data)
-            found["stock DCP: save / raw write + fsync"].append(
-                timed(lambda: stock_save(options.folder, state)) / limit
-            )
-            limit = raw_read(folder, data)
-            found["stock DCP: load / raw read"].append(timed(lambda: stock_load(options.folder, copies)) / limit)
-    if rank == 0:
-        print(f"{num_bytes / 1e9:.2f} GB on each of {world_size} ranks, {options.folder}, {options.rounds} rounds")
-        for name, ratios in found.items():
-            print(f"  {name:50} {statistics.median(ratios):5.2f}   (best {min(ratios):.2f}, worst {max(ratios):.2f})")
-        print(f"  {'images in shared memory / local state':50} {rank_bytes() / num_bytes:5.2f}")
-    manager.close()
+Result = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=0.8)
-    parser.add_argument("--folder", default="/dev/shm/elastictrain-bench")  # noqa: S108 - a benchmark of it
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-dcp", action="store_true")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything, shared out by size")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.8, 2.4])
+    parser.add_argument("--folders", nargs="+", default=["/dev/shm", "/var/tmp"])  # noqa: S108 - a benchmark of them
+    parser.add_argument("--saves", type=int, default=200, help="of the measurement of memory; 0: leave it out")
+    parser.add_argument("--ours-alone", action="store_true", help="without stock DCP and Lightning")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)
-    torch.set_num_threads(1)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        dist.init_process_group("gloo")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and what was written is removed
+    cases = [
+        (ranks, size, folder) for folder in options.folders for size in options.gigabytes for ranks in options.ranks
+    ]
+    seconds = 60 * options.minutes - 12 * len(cases) - 0.15 * options.saves  # without starts
+    share = seconds / sum(size for _, size, _ in cases)
+    results = []
+    for ranks, size, folder in cases:
+        if lacking := not_enough(folder, size):
+            print(f"left out: {size} GB in {folder}: {lacking}", flush=True)
+            continue
+        more = ["--seconds", str(max(10.0, share * size)), *(["--ours-alone"] if options.ours_alone else [])]
+        results.append(run(ranks, size, folder, more))
+    print(
+        f"\n{os.cpu_count()} cores; {cpu_model()}; medians of rounds; every ratio is to the limit in the same column\n"
+    )
+    print_table(results)
+    if options.saves:
+        found = run(1, 0.2, options.folders[0], ["--saves", str(options.saves)])
+        print(f"\nHost memory of {options.saves} saves of {found['num_bytes'] / 1e9:.2f} GB, two under way at a time,")
+        print("images, writer process and what the worker has grown by, divided by the local state:")
+        print(", ".join(f"{share:.3f} after {saves}" for saves, share in found["memory"]))
+
+
+def not_enough(folder: str, gigabytes: float) -> str | None:
+    """What is missing for a state of this size; None: nothing."""
+    free = shutil.disk_usage(folder).free / 1e9
+    with open("/proc/meminfo") as file:
+        about = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e9 for line in file}
+    memory = about["MemAvailable"]
+    if free < 4 * gigabytes:
+        return f"{4 * gigabytes:.1f} GB are needed there and {free:.1f} are free"
+    if memory < COPIES * gigabytes:
+        return f"{COPIES * gigabytes:.1f} GB of memory are needed and {memory:.1f} are free"
+    return None
+
+
+def run(ranks: int, gigabytes: float, folder: str, more: list[str]) -> Result:
+    """One column, measured in processes of its own."""
+    place = tempfile.mkdtemp(prefix="elastictrain-bench-", dir=folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_case.py"), place, str(gigabytes), *more]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    running = []
     try:
-        bench(options, rank, world_size)
+        for rank in range(ranks):
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            running.append(subprocess.Popen(command, stdout=out, env={**common, "RANK": str(rank)}, text=True))
+        said = running[0].communicate()[0]
+        if any(one.wait() for one in running):
+            sys.exit(f"{ranks} ranks, {gigabytes} GB, {folder}: a rank failed")
     finally:
-        if world_size > 1:
-            dist.barrier()
-        if rank == 0:
-            shutil.rmtree(options.folder, ignore_errors=True)
+        for one in running:
+            one.kill()
+        shutil.rmtree(place, ignore_errors=True)
+    found: Result = json.loads(said.splitlines()[-1])
+    print(f"{ranks} ranks, {gigabytes} GB, {folder}: {found.get('rounds', '')} rounds", flush=True)
+    return {**found, "name": f"{ranks} × {gigabytes / ranks:.2g} GB, {folder}"}
+
+
+def print_table(results: list[Result]) -> None:
+    names = list(dict.fromkeys(name for one in results for name in one["found"]))
+    width = max(map(len, names))
+    heads = [one["name"] for one in results]
+    print(f"| {'':{width}} | " + " | ".join(heads) + " |")
+    print("|-" + "-" * width + "-|" + "".join("-" * (len(head) + 1) + ":|" for head in heads))
+    rounds = [str(one["rounds"]).rjust(len(head)) for one, head in zip(results, heads, strict=True)]
+    print(f"| {'rounds':{width}} | " + " | ".join(rounds) + " |")
+    for name in names:
+        cells = []
+        for one, head in zip(results, heads, strict=True):
+            values = one["found"].get(name)
+            cells.append(("" if not values else f"{statistics.median(values):.2f}").rjust(len(head)))
+        print(f"| {name:{width}} | " + " | ".join(cells) + " |")
+
+
+def cpu_model() -> str:
+    with open("/proc/cpuinfo") as file:
+        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class WriterProcess:
             stdout=subprocess.DEVNULL,  # whoever reads our output must not wait for the writer
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
+            process_group=0,  # what is sent to the worker's is not for it; in one session, so that its niceness counts
         )
         theirs.close()
         self._socket = ours

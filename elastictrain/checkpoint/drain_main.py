@@ -1,8 +1,10 @@
 """The writer process: takes images from a worker through shared memory and brings them to storage. Imports no torch.
 
 It talks with its worker over the socket that is its standard input: each job is one JSON line, a new image's descriptor
-comes with it; answers are JSON lines too. It runs at low priority, in a session of its own, and lets signals pass that
-are meant for training: a preemption notice must not end the save that it asks for.
+comes with it; answers are JSON lines too. It lets signals pass that are meant for training: a preemption notice must not
+end the save that it asks for. It runs at low priority and in a process group of its own, but in its worker's session:
+where Linux schedules by session (``sched_autogroup_enabled``), a session of its own would have half of the machine's time,
+whatever its niceness.
 
 On failure: when the worker is gone it finishes the jobs that it has, for no longer than :data:`LINGER_SECONDS`, and ends.
 """

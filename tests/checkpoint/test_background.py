@@ -186,7 +186,8 @@ def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
     assert pid is not None and os.getpriority(os.PRIO_PROCESS, pid) == min(
         19, NICENESS + os.getpriority(os.PRIO_PROCESS, 0)
     )
-    assert os.getsid(pid) == pid != os.getsid(0), "in a session of its own"
+    assert os.getpgid(pid) == pid, "what is sent to the worker's process group is not for it"
+    assert os.getsid(pid) == os.getsid(0), "where sessions are scheduled against each other, niceness counts within one"
     checkpoints.close()
     deadline = time.monotonic() + 30.0
     while os.path.exists(f"/proc/{pid}"):
