@@ -141,6 +141,7 @@ class Leader:
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
         self._is_due_again: float | None = None
+        self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0
         self._renew = False
         self._closing = ""
@@ -212,6 +213,7 @@ class Leader:
         self.beat(node, is_ready=True, step=step, now=now)
         if boundary != self.preparing or node not in self.nodes:
             return
+        self._is_touched = True
         if is_kept:
             self._promised += self.nodes[node].promised != boundary
             self.nodes[node].promised = boundary
@@ -258,8 +260,10 @@ class Leader:
             self._reread_at = now + 2 * self.timing.ttl
             out.append(Reread())
         self._expire(now, out)
+        is_due = self._is_touched or (self._is_due_again is not None and now >= self._is_due_again)
         has_changed = self._losses_since is not None or self._joins_since is not None
-        if has_changed and self.pending is None and not self.entry.closed:
+        if is_due and has_changed and self.pending is None and not self.entry.closed:
+            self._is_touched = False
             self._decide(now, out)
         return out
 
@@ -380,9 +384,11 @@ class Leader:
         return min(one for one in (self._losses_since, self._joins_since) if one is not None)
 
     def _losses(self, now: float) -> None:
+        self._is_touched = True
         self._losses_since = now if self._losses_since is None else self._losses_since
 
     def _joins(self, now: float) -> None:
+        self._is_touched = True
         self._joins_since = now if self._joins_since is None else self._joins_since
 
 
