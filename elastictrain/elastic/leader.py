@@ -137,7 +137,7 @@ class Leader:
         self.pending: Entry | None = None
         self.preparing: int | None = None
         self._gone: set[str] = set() if previous is None else {previous}
-        self._losses_since: float | None = None
+        self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
         self._is_due_again: float | None = None
@@ -149,8 +149,6 @@ class Leader:
         self._is_probing = False
         self._reread_at = now + 2 * timing.ttl
         self._expire_at = now
-        if entry.generation.members:
-            self._losses_since = now
 
     @property
     def generation(self) -> Generation:

@@ -212,7 +212,9 @@ class FixedLog:
 
     def __init__(self, leader: Member, *, is_mine: bool) -> None:
         self._is_mine = is_mine
-        base = int(time.time()) if is_mine else 1  # above all that an earlier life of this endpoint has given out
+        base = (
+            int(time.time() * 1000) if is_mine else 1
+        )  # above all that an earlier life of this endpoint has given out
         self._entries = [Entry(1, base, leader)]
         if is_mine:
             first = self._entries[0]

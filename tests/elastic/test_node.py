@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,20 +75,32 @@ def test_a_closed_run_is_closed_for_all_and_the_next_start_opens_it(nodes: list[
         again.stop()
 
 
-def test_a_fixed_endpoint_leads_and_needs_no_log() -> None:
+def test_a_fixed_endpoint_leads_needs_no_log_and_may_come_back() -> None:
+    key = key_of(TOKEN)
+
+    def leader(port: int) -> RunNode:
+        server = listen("127.0.0.1", port)
+        me = Member(f"leader-{time.monotonic_ns()}", *server.getsockname()[:2])
+        return RunNode(me, server, run_log=FixedLog(me, is_mine=True), key=key, timing=PATIENT)
+
+    first = leader(0)
     server = listen("127.0.0.1")
-    me = Member("leader", *server.getsockname()[:2])
-    made = [RunNode(me, server, run_log=FixedLog(me, is_mine=True), key=key_of(TOKEN), timing=PATIENT)]
-    other = listen("127.0.0.1")
-    follower = Member("other", *other.getsockname()[:2])
-    log = FixedLog(Member("the endpoint", me.host, me.port), is_mine=False)
-    made.append(RunNode(follower, other, run_log=log, key=key_of(TOKEN), timing=PATIENT))
+    log = FixedLog(Member("the endpoint", first.me.host, first.me.port), is_mine=False)
+    other = RunNode(Member("other", *server.getsockname()[:2]), server, run_log=log, key=key, timing=PATIENT)
+    made = [first, other]
     try:
         for node in made:
             node.start()
             node.ready()
         for node in made:
             assert node.wait(lambda node=node: len(node.generation.members) == 2, seconds=60)
+        first.stop()
+        assert len(other.generation.members) == 2, "nobody can take a node out while the endpoint is away"
+        made.append(leader(first.me.port))
+        made[-1].start()
+        made[-1].ready()
+        assert other.wait(lambda: made[-1].me in other.generation.members, seconds=60)
+        assert made[-1].wait(lambda: made[-1].generation == other.generation, seconds=60)
     finally:
         for node in made:
             node.stop()

@@ -60,6 +60,7 @@ def test_one_of_many_wins_in_memory() -> None:
     race(f"memory://{uuid.uuid4().hex}", writers=6, rounds=15)
 
 
+@pytest.mark.slow
 def test_one_of_many_wins_on_s3(s3_url: str) -> None:
     open_log(s3_url).probe()
     race(s3_url, writers=4, rounds=3)
@@ -86,6 +87,7 @@ def test_a_put_that_is_repeated_after_a_lost_answer_has_won(tmp_path: Path) -> N
     assert not log.create(claim("b"))
 
 
+@pytest.mark.slow
 def test_a_put_on_s3_whose_answer_is_lost_has_won(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir(s3_url)
     log, put = RunLog(run_dir, KEY), run_dir.fs.pipe_file

@@ -140,8 +140,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     for extra in PROJECT["optional-dependencies"]:
         assert f"Provides-Extra: {extra}" in metadata
     assert "elastictrain = elastictrain.cli.main:main" in points
-    for name, target in PROJECT["entry-points"]["elastictrain.callbacks"].items():
-        assert f"{name} = {target}" in points
+    for group, registered in PROJECT["entry-points"].items():
+        assert f"[{group}]" in points
+        for name, target in registered.items():
+            assert f"{name} = {target}" in points
 
 
 @pytest.mark.slow
