@@ -173,7 +173,7 @@ def split(timings: Timings, *, is_async: bool) -> dict[str, float]:
 
 
 def percentiles(durations: Sequence[float] | deque[float]) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile by nearest rank, and the largest."""
+    """The 10th, 50th, 90th and 99th percentile by nearest rank, and the largest."""
     ordered = sorted(durations)
-    ranks = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (50, 90, 99)}
+    ranks = {f"p{p}": ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (10, 50, 90, 99)}
     return {**ranks, "max": ordered[-1]}

@@ -5,7 +5,8 @@ there, each write is a segment, a whole event file of its own. Names sort by (ge
 reads files in the order of their names and forgets, or draws twice, what comes out of order.
 
 The first file of a generation opens with ``SessionLog.START``: TensorBoard then drops what earlier files hold at the
-steps that this generation does again, so that a restart draws no zigzag.
+steps that this generation does again, so that a restart draws no zigzag. It also has the charts of the "Custom Scalars" tab
+(:mod:`elastictrain.metrics.layout`).
 
 On failure: :meth:`EventFiles.write` raises what the store raised, having left none of the records behind.
 """
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
+from elastictrain.metrics.layout import layout_summary
 from elastictrain.metrics.record import Record, Series
 from elastictrain.rundir import RunDir
 
@@ -80,6 +82,7 @@ class EventFiles:
             # START drops everything at its own step and later; the step that was saved is not done again.
             start = SessionLog(status=SessionLog.START)
             events.append(Event(wall_time=seconds, step=self._start_step + 1, session_log=start))
+            events.append(Event(wall_time=seconds, summary=layout_summary()))
         return _frame(events)
 
 
