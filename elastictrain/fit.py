@@ -308,7 +308,8 @@ class FitLoop:
     def rescue(self, error: Exception) -> None:
         """``error`` has ended training: save the last finished step, if that is asked for and can be. Never raises."""
         if self._manager is not None and self._session.settings.checkpoint.on_exception:
-            rescue(self._session, self._manager, error, saved_step=self._saved_step, content=self._content)
+            with self.reporter.pausing("checkpoint"):
+                rescue(self._session, self._manager, error, saved_step=self._saved_step, content=self._content)
 
     def _end(self) -> None:
         """Training is over: save if asked to, and wait for what is under way in any case."""
