@@ -160,8 +160,15 @@ class FitLoop:
         s, number = self._session, self._session.counters.step + 1
         self.reporter.count(work)
         s.chosen.feed.commit(work)
-        self._agreed = self.reporter.step(work)
         due = work.is_last if s.settings.val_every is None else number % s.settings.val_every == 0
+        try:
+            self._agreed = self.reporter.step(work)
+        except Exception:
+            waits = work.is_last or any(one.reduce_on_plateau for one in s.schedulers)
+            if self.reporter.told == number and not (due or s.should_stop or waits):
+                s.counters.step = number  # a callback has raised, and nothing else is left to do in this step
+                self._mark_whole()
+            raise
         if due or s.should_stop:
             self._validate(number)
         if s.schedulers:

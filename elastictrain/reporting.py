@@ -120,6 +120,7 @@ class Reporter:
         self._session = session
         self._watchers = [c.on_step_end for c in session.callbacks if type(c).on_step_end is not Callback.on_step_end]
         self._sources = [c.on_log for c in session.callbacks if type(c).on_log is not Callback.on_log]
+        self.told: int | None = None  # the step that all callbacks have seen, and one has raised in
         self._bar = _Bar(session)
         self._log_every = session.settings.log_every
         self._units: tuple[int, float] | None = None  # samples in what the data counts, tokens in a sample
@@ -184,10 +185,21 @@ class Reporter:
             seconds = started - self._ended - (self._paused - self._paused_then)
             self._ended, self._paused_then = started, self._paused
             info = self._info(number, values, seconds)
-            for watch in self._watchers:
-                watch(info)
+            self._tell(info)
             self._watching += time.perf_counter() - started
         return agreed
+
+    def _tell(self, info: StepInfo) -> None:
+        """Every callback sees the step, also where one of them raises."""
+        failed: Exception | None = None
+        for watch in self._watchers:
+            try:
+                watch(info)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            self.told = info.step
+            raise failed
 
     def _info(
         self, number: int, values: Mapping[str, float] | None, seconds: float, timings: Timings | None = None

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from elastictrain import CheckpointConfig, Trainer, rescuing
+from elastictrain import Callback, CheckpointConfig, Trainer, rescuing
+from elastictrain.callback import StepInfo
+from elastictrain.callbacks import EMA
 from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.errors import UsageError
+from tests.checkpoint.states import assert_equal
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, farthest
 
@@ -69,19 +73,33 @@ def _fit(run_dir: Path, task: Recorded, steps: int = 11, **options: Any) -> None
     Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(task)
 
 
-@pytest.mark.parametrize("where", ["a step", "the data"])
+class Raiser(Callback):
+    """After the eighth step, before the other callbacks have seen it."""
+
+    def on_step_end(self, info: StepInfo) -> None:
+        if info.step == 8:
+            raise ValueError("the user's own, in a callback")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "step"), [("a step", 7), ("the data", 7), ("a callback", 8)])
 def test_the_last_finished_step_is_saved_and_the_curve_goes_on(
-    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    where: str, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fit(tmp_path / "whole", Recorded())
+    _fit(tmp_path / "whole", Recorded(), callbacks=[EMA(decay=0.5)])
     with pytest.raises(ValueError, match=f"the user's own, in {where}"):
-        _fit(tmp_path / "parts", Failing(where))
-    assert CheckpointReader(resolve(str(tmp_path / "parts"))).step == 7
-    assert "elastictrain: step 7 is saved, after ValueError" in capsys.readouterr().out
-    _fit(tmp_path / "parts", Failing())
+        raising = [Raiser()] if where == "a callback" else []
+        _fit(tmp_path / "parts", Failing(where), callbacks=[*raising, EMA(decay=0.5)])
+    assert CheckpointReader(resolve(str(tmp_path / "parts"))).step == step
+    assert f"elastictrain: step {step} is saved, after ValueError" in capsys.readouterr().out
+    _fit(tmp_path / "parts", Failing(), callbacks=[EMA(decay=0.5)])
     assert farthest(*(logged(tmp_path / name, "train/loss") for name in ("whole", "parts"))) == 0.0
     ends = [CheckpointReader(resolve(str(tmp_path / name))) for name in ("whole", "parts")]
     assert ends[0].values["metrics.log"] == ends[1].values["metrics.log"]
+    states = [{name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in end.tensors.items()} for end in ends]
+    for end, state in zip(ends, states, strict=True):
+        end.load(state)
+    assert_equal(*states)
 
 
 @pytest.mark.parametrize(
