@@ -221,10 +221,10 @@ def test_a_killed_loader_process_raises(names: list[str]) -> None:
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         for _ in range(100):
             ranks.step()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     ranks.close()
     del ranks
-    loaders[1].join(timeout=10)
+    loaders[1].join(timeout=60)
     assert not loaders[1].is_alive()
 
 
@@ -241,7 +241,7 @@ def test_loader_processes_outlive_the_signals_that_ask_a_run_to_stop(names: list
     assert rows == [want.step() for _ in rows]
     ranks.close()
     for child in loaders:
-        child.join(timeout=10)
+        child.join(timeout=60)
         assert child.exitcode == 0
 
 
@@ -251,7 +251,7 @@ def test_loader_processes_end_when_their_parent_ends_them(names: list[str]) -> N
     ranks.step()
     for child in set(multiprocessing.active_children()) - before:  # what multiprocessing does when a process exits
         child.terminate()
-        child.join(timeout=10)
+        child.join(timeout=60)
         assert child.exitcode == 0
     ranks.close()
 
@@ -265,7 +265,7 @@ def test_a_process_that_leaves_its_loader_open_ends(names: list[str]) -> None:
     left: list[Ranks] = []
     process = multiprocessing.get_context("fork").Process(target=leave)
     process.start()
-    process.join(timeout=20)
+    process.join(timeout=60)
     still = process.is_alive()
     process.kill()
     assert not still

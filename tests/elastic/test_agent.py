@@ -24,7 +24,7 @@ from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, 
 from tests.helpers import begin_fork, free_port
 
 WORKER = [sys.executable, str(Path(__file__).with_name("worker_program.py"))]
-TOO_LONG = 60.0
+TOO_LONG = 120.0
 SIGNALS = [(signal.SIGINT, "interrupt"), (signal.SIGTERM, "preempt"), (signal.SIGHUP, "preempt")]
 
 

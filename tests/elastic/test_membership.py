@@ -85,12 +85,12 @@ def test_signals_ask_and_a_second_interrupt_ends() -> None:
     one, two = loop(), loop("stubborn")
     try:
         one.send_signal(signal.SIGINT)
-        assert one.communicate(timeout=10)[0] == "interrupt interrupt True\n"
+        assert one.communicate(timeout=60)[0] == "interrupt interrupt True\n"
         two.send_signal(signal.SIGINT)
         time.sleep(0.1)
         assert two.poll() is None
         two.send_signal(signal.SIGINT)
-        assert two.wait(timeout=10) == 130
+        assert two.wait(timeout=60) == 130
     finally:
         one.kill()
         two.kill()
