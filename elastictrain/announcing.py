@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from elastictrain.checkpoint.footprint import Footprint, state_bytes
 from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
+from elastictrain.parallel.planner import size as size_of
 from elastictrain.parallel.topology import placement
 from elastictrain.reporting import ABOUT_THE_RUN, start_loggers
 from elastictrain.resuming import Resumption
@@ -30,9 +33,10 @@ class Announcer:
         """Say what is about to be trained; callbacks and loggers begin."""
         s = self._session
         self._first_samples, self._first_tokens = s.counters.samples, s.counters.tokens
+        host_memory = None if s.run_dir is None else self._host_memory()
         if s.ranks.is_main:
             console = make_console()
-            startup_summary(self._startup(), console=console)
+            startup_summary(replace(self._startup(), host_memory=host_memory), console=console)
             for note in notes:
                 print_line(f"  note: {note}", console=console)
         start_loggers(s)
@@ -42,9 +46,24 @@ class Announcer:
         for callback in s.callbacks:
             callback.on_generation_start(info)
 
+    def _host_memory(self) -> str:
+        """What checkpoints will take of each node's, in words; a collective."""
+        s = self._session
+        state = int(s.ranks.sum([state_bytes(s.task, s.optimizers) / s.mesh.shape.dp_replicate])[0])
+        host = Footprint(state // self._num_nodes, has_buddy=self._num_nodes > 1)
+        text = f"up to {size_of(host.saves)} on each node for saves"
+        if s.settings.checkpoint.snapshot_every is not None:
+            text += f", {size_of(host.snapshots)} for snapshots"
+            text += f", {size_of(host.copies)} for copies of another node's" if host.has_buddy else ""
+        return text
+
+    @property
+    def _num_nodes(self) -> int:
+        return max(1, self._session.ranks.world_size // max(1, self._session.membership.local_world_size))
+
     def _startup(self) -> Startup:
         s = self._session
-        plan, size = s.chosen.plan, s.ranks.world_size
+        plan = s.chosen.plan
         return Startup(
             target=s.membership.target or type(s.task).__name__,
             run_dir=None if s.run_dir is None else s.run_dir.url,
@@ -59,7 +78,7 @@ class Announcer:
             placement=placement(
                 s.mesh.shape, s.membership.local_world_size, s.ranks.zones.zones if s.ranks.zones else None
             ),
-            num_nodes=max(1, size // max(1, s.membership.local_world_size)),
+            num_nodes=self._num_nodes,
             generation=s.membership.generation,
             max_steps=s.settings.max_steps,
             max_epochs=s.settings.max_epochs,
@@ -99,7 +118,7 @@ class Announcer:
             tokens=c.tokens,
             tokens_here=c.tokens - self._first_tokens,
             metrics=shown,
-            checkpoint=loop.last_saved or self._resumption.source,
+            checkpoint=loop.last_saved or self._resumption.stored,
             run_dir=None if self._session.run_dir is None else self._session.run_dir.url,
         )
 

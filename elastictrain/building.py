@@ -17,7 +17,7 @@ import torch
 
 from elastictrain import given
 from elastictrain.announcing import Announcer
-from elastictrain.checkpoint import resolve
+from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.compat.lightning import (
     LightningDataModule,
     LightningModule,
@@ -122,7 +122,7 @@ class Builder:
         attach(s, self.runner)
         self._set_up_module(None, weights=url is None)
         if url is not None:
-            Restored(s, url).load_model()
+            Restored(s, lambda: CheckpointReader(url)).load_model()
         stage = {"validate": "val"}.get(s.purpose, s.purpose)
         micro = s.plan.micro_batch_size or getattr(s.task, "batch_size", None) or 32
         loaders = given.evaluation_loaders(s, data, stage=stage, batch_size=micro)

@@ -209,6 +209,9 @@ class CheckpointConfig:
             takes Daly's optimum from what saves turn out to cost and how often the run fails, and prints it.
         seconds_between_failures: what "auto" reckons with, for the whole job; None: 6 hours at first, and then what the
             run's own past says.
+        snapshot_every: keep the state in memory after every so many steps: the newest two snapshots of each rank stay in a
+            process of its own on each node, with a copy on another node, so that a restart after a failure loses less
+            than storage could keep. Needs ``elastictrain run`` and a run directory. None: no snapshots.
         at_end: save when training ends.
         on_exception: save the last finished step when an exception ends training, where its state is still whole and all
             ranks have raised it. Off, because the next start goes on from the newest checkpoint: a state in which training
@@ -230,6 +233,7 @@ class CheckpointConfig:
     every_steps: int | None = None
     every_seconds: float | str | None = 300.0
     seconds_between_failures: float | None = None
+    snapshot_every: int | None = None
     at_end: bool = True
     on_exception: bool = False
     keep_last: int | None = 3
@@ -256,7 +260,7 @@ class CheckpointConfig:
             )
         if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(f"checkpoint keep_last={self.keep_last} must be at least 1, or None to keep all")
-        for name in ("keep_every", "keep_best"):
+        for name in ("keep_every", "keep_best", "snapshot_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"checkpoint {name}={value} must be at least 1, or None")
         if (self.keep_best is None) != (self.best_metric is None):

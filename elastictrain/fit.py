@@ -37,6 +37,7 @@ class FitLoop:
 
     Args:
         manager: keeps checkpoints; None where there is no run directory.
+        is_stored: the state that training goes on from is on storage.
 
     Attributes:
         stopped: why training ended before its limits.
@@ -44,13 +45,20 @@ class FitLoop:
     """
 
     def __init__(
-        self, session: Session, runner: StepRunner, evaluator: Evaluator, manager: CheckpointManager | None
+        self,
+        session: Session,
+        runner: StepRunner,
+        evaluator: Evaluator,
+        manager: CheckpointManager | None,
+        *,
+        is_stored: bool,
     ) -> None:
         self._session, self._runner, self._evaluator, self._manager = session, runner, evaluator, manager
         self.reporter = Reporter(session, self._save_is_due, self._has_news)
         self.stopped: StopReason | None = None
         self.last_saved: str | None = None
-        self._saved_step = session.counters.step if session.counters.step else -1
+        self._saved_step = session.counters.step if is_stored else -1
+        self._snapshot_step = -1
         self._started = self._saved_at = time.monotonic()
         self._trained_before = session.counters.seconds
         config = session.settings.checkpoint
@@ -253,8 +261,9 @@ class FitLoop:
                 self._manager.look()
             if agreed.settle or (s.ranks.world_size == 1 and self._manager.has_news):
                 self._tell(self._manager.settle())
-            if agreed.save or (every is not None and step % every == 0):
-                self._begin_save(self._manager)
+            saves = agreed.save or (every is not None and step % every == 0)
+            if saves or self._snapshot_is_due(step):
+                self._keep(self._manager, saves=saves, snapshots=self._snapshot_is_due(step))
         return self.stopped is not None
 
     def _check_lease(self) -> None:
@@ -276,22 +285,37 @@ class FitLoop:
     def _has_news(self) -> bool:
         return self._manager is not None and self._manager.has_news
 
-    def _begin_save(self, manager: CheckpointManager) -> None:
-        """A checkpoint of this step, written while training goes on, unless there is one."""
+    def _snapshot_is_due(self, step: int) -> bool:
+        every = self._session.settings.checkpoint.snapshot_every
+        return (
+            self._manager is not None and self._manager.snapshots is not None and every is not None and not step % every
+        )
+
+    def _keep(self, manager: CheckpointManager, *, saves: bool, snapshots: bool) -> None:
+        """A checkpoint of this step, a snapshot of it or both, kept while training goes on, unless there is one."""
         s, step = self._session, self._session.counters.step
-        if self._saved_step == step:
+        saves, snapshots = saves and self._saved_step != step, snapshots and self._snapshot_step != step
+        if not (saves or snapshots):
             return
-        self._check_lease()
+        if saves:
+            self._check_lease()
         with self.reporter.pausing("checkpoint"):
-            self._saved_at = time.monotonic()
-            is_under_way, committed = manager.begin(step, **self._content())
-            if is_under_way:
-                self._saved_step = step
-                if self._interval is not None:
-                    self._interval.stalled = time.monotonic() - self._saved_at
-            self._tell(committed)
-            if s.recorder is not None:
-                s.recorder.flush()
+            started = time.monotonic()
+            content = self._content()
+            if snapshots:
+                self._snapshot_step = step
+                if s.recorder is not None and not saves:  # a save brings these to storage
+                    content["about"]["unwritten"] = s.recorder.unwritten()
+            is_under_way, committed = manager.begin(step, **content, saves=saves, snapshots=snapshots)
+            if saves:
+                self._saved_at = started
+                if is_under_way:
+                    self._saved_step = step
+                    if self._interval is not None:
+                        self._interval.stalled = time.monotonic() - started
+                self._tell(committed)
+                if s.recorder is not None:
+                    s.recorder.flush()
 
     def _save_now(self) -> None:
         """A committed checkpoint of this step."""

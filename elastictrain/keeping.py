@@ -227,12 +227,15 @@ def _problem(rank: int, error: Exception | None) -> tuple[bool, str] | None:
 
 
 class Restored:
-    """A checkpoint on its way into a session."""
+    """A checkpoint on its way into a session.
 
-    def __init__(self, session: Session, url: str) -> None:
+    Args:
+        open: a reader of it; on every rank.
+    """
+
+    def __init__(self, session: Session, open: Callable[[], CheckpointReader]) -> None:
         self._session = session
-        self.url = url
-        self.reader = together(session, lambda: CheckpointReader(url))
+        self.reader = together(session, open)
         self._flat: dict[str, Any] = dict(self.reader.values)
 
     @property
@@ -281,7 +284,9 @@ class Restored:
             load_optimizer(i, optimizer, names, self._flat)
         for i, config in enumerate(s.schedulers):
             if f"scheduler.{i}" not in self._flat:
-                raise CheckpointError(f"the checkpoint {self.url} has no scheduler {i}: saved with other schedulers")
+                raise CheckpointError(
+                    f"the checkpoint {self.reader.url} has no scheduler {i}: saved with other schedulers"
+                )
             config.scheduler.load_state_dict(unpack(f"scheduler.{i}", self._flat))
         if s.scaler is not None and "trainer.scaler" in self._flat:
             s.scaler.load_state_dict(unpack("trainer.scaler", self._flat))

@@ -1,7 +1,10 @@
-"""What a run directory knows of its run, and the checkpoint that this start goes on from.
+"""What a run directory and the nodes' memory know of a run, and the state that this start goes on from.
 
-On failure: a damaged checkpoint is passed over for the next older one, on all ranks, with a note; one that was asked for by
-name, or whose content does not fit, is an error. Nothing is written before :meth:`Resumption.write`.
+That is the newest snapshot in memory of which every rank's part is there, if it is newer than the newest checkpoint on
+storage; else that checkpoint.
+
+On failure: a damaged one is passed over for the next older one, on all ranks, with a note; one that was asked for by name,
+or whose content does not fit, is an error. Nothing is written before :meth:`Resumption.write`.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from typing import Any
 
 from elastictrain import runfile
 from elastictrain.borrowing import borrow
-from elastictrain.checkpoint import CheckpointManager, DamagedError, resolve
+from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError, resolve
+from elastictrain.checkpoint.catalog import step_of
 from elastictrain.checkpoint.lease import Lease
+from elastictrain.checkpoint.memory import Snapshot
 from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError, ElasticTrainError, UsageError
 from elastictrain.keeping import Restored
@@ -24,6 +29,7 @@ from elastictrain.metrics.goodput import goodput
 from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short, read_ledger
 from elastictrain.metrics.record import Recorder
+from elastictrain.recalling import Recalling
 from elastictrain.rundir import first_line, is_storage_error
 from elastictrain.session import Session
 
@@ -34,7 +40,8 @@ class Resumption:
     Attributes:
         manager: keeps the run's checkpoints; None without a run directory.
         recorded: what run.json says; None where this is the first start.
-        source: URL of the checkpoint that is restored; None where training begins.
+        source: what is restored, in words: the URL of a checkpoint, or a snapshot; None where training begins.
+        stored: URL of the checkpoint on storage that is there for it; None where there is none.
         step: finished steps in it, once it is restored.
         notes: for the start-up summary.
     """
@@ -44,6 +51,10 @@ class Resumption:
         self.manager: CheckpointManager | None = None
         self.recorded: dict[str, Any] | None = None
         self.source: str | None = None
+        self.stored: str | None = None
+        self._recalling: Recalling | None = None
+        self._unwritten: list[str] = []  # what had been logged in it, and was lost with its process
+        self._snapshots: list[Snapshot] = []  # newer than what is stored; the first one is the source
         self.step: int | None = None
         self.notes: list[str] = []
 
@@ -55,8 +66,9 @@ class Resumption:
         """
         s = self._session
         resume = s.settings.resume
+        takes_snapshots = Recalling.wanted(s, self.notes)
         if s.run_dir is None:
-            self.source = self._named(resume)
+            self.source = self.stored = self._named(resume)
             return
         run_dir = s.run_dir
         self.manager = CheckpointManager(
@@ -76,17 +88,38 @@ class Resumption:
                 raise UsageError(
                     f"--resume never, but {run_dir} holds checkpoints ({newest}): choose another --run-dir"
                 )
-            self.source = newest
+            self.stored = newest
         else:
-            self.source = self._named(resume)
-        if self.source is not None:
-            self.manager.protect(self.source)
+            self.stored = self._named(resume)
+        if self.stored is not None:
+            self.manager.protect(self.stored)
+        if takes_snapshots:
+            self._recalling = Recalling(s, self.notes, ask_main=self.ask_main)
+            step = None if newest is None else step_of(newest)
+            self._snapshots = self._recalling.find(self.recorded, newer_than=step)
+        self._choose()
+
+    def _choose(self) -> None:
+        self.source = self._snapshots[0].label if self._snapshots else self.stored
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the state that was restored is on storage."""
+        return self.source is not None and not self._snapshots
+
+    def _open(self) -> CheckpointReader:
+        if self._snapshots:
+            assert self._recalling is not None
+            reader: CheckpointReader = self._recalling.reader(self._snapshots[0])
+            return reader
+        assert self.stored is not None
+        return CheckpointReader(self.stored)
 
     def restore_model(self) -> Restored | None:
         """The newest checkpoint that is good, its model loaded; None where a run begins."""
         while self.source is not None:
             try:
-                restored = Restored(self._session, self.source)
+                restored = Restored(self._session, self._open)
                 restored.load_model()
                 return restored
             except DamagedError as error:
@@ -102,23 +135,33 @@ class Resumption:
             try:
                 restored.load_rest()
                 self.step = self._session.counters.step
+                self._unwritten = restored.reader.about.get("unwritten", [])
                 return
             except DamagedError as error:
                 self._fall_back(error)
                 restored = self.restore_model()
 
     def _fall_back(self, error: DamagedError) -> None:
-        """Take the next older checkpoint, and say so. What was asked for by name has no stand-in."""
+        """Take the next older one, and say so. What was asked for by name has no stand-in."""
         assert self.source is not None
-        if self.manager is None or not self.manager.holds(self.source):
+        if self._snapshots:
+            assert self._recalling is not None
+            self._recalling.reject(self._snapshots.pop(0))
+            self._choose()
+            if self.source is None:  # the model has been given weights already
+                raise CheckpointError(f"{error}; there is no other snapshot or checkpoint: start again") from error
+            self.notes.append(f"{error}; going on from {self.source}")
+            return
+        assert self.stored is not None
+        if self.manager is None or not self.manager.holds(self.stored):
             raise error
-        self.manager.reject(self.source)
+        self.manager.reject(self.stored)
         older = self.manager.newest()
         if older is None:
             raise CheckpointError(f"{error}; there is no other checkpoint in {self.manager.run_dir}") from error
         self.notes.append(f"{error}; going on from the older {older}")
         self.manager.protect(older)
-        self.source = older
+        self.source = self.stored = older
 
     def ask_main(self, question: Callable[[], Any]) -> Any:
         """Rank 0's answer on every rank: storage may answer each of them differently. A collective.
@@ -186,25 +229,32 @@ class Resumption:
             CheckpointError: it cannot be written.
         """
         if self._session.run_dir is not None:
-            self._open_ledger(self.ask_main(self._write))
+            run, start = self.ask_main(self._write)
+            self._open_ledger(start)
+            if self._recalling is not None:
+                assert self.manager is not None
+                self._recalling.begin(self.manager, run=run, start=start)
 
-    def _write(self) -> int:
-        """The number of this start."""
+    def _write(self) -> tuple[str, int]:
+        """The run's id, and the number of this start."""
         s = self._session
         assert s.run_dir is not None and s.lease is not None
         s.lease.take()
-        if self.recorded is None:
+        if self.recorded is not None:
+            run = runfile.id_of(self.recorded)
+        else:
             micro = None if s.chosen.counts_batches else s.chosen.plan.micro_batch_size
             sizes = {"global_batch_size": s.settings.global_batch_size, "micro_batch_size": s.plan.micro_batch_size}
             if not s.chosen.counts_batches:
                 sizes = {"global_batch_size": s.chosen.plan.global_batch_size, "micro_batch_size": micro}
             hparams = dict(s.task.hparams)
-            runfile.write(s.run_dir, {**self._identity(), **sizes, "hparams": hparams})
+            run = runfile.write(s.run_dir, {**self._identity(), **sizes, "hparams": hparams})
         events = s.run_dir.names(EVENTS)
         generation = self._next_generation(events)
         s.recorder = Recorder(s.run_dir, generation=generation, start_step=s.counters.step)
         s.num_cut_short = num_cut_short(events)
-        return generation
+        s.recorder.take_over(self._unwritten)
+        return run, generation
 
     def _open_ledger(self, generation: int) -> None:
         """Every node begins its account; a collective."""

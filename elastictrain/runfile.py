@@ -9,10 +9,12 @@ remedy; nothing is written. Storage that does not answer raises its own error.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import sys
+import uuid
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -84,14 +86,21 @@ def _file_of(where: str) -> str:
     return where if where.endswith(".py") else f"{where.rpartition('.')[2]}.py"
 
 
-def write(run_dir: RunDir, content: dict[str, Any]) -> None:
-    """Create the file."""
+def id_of(content: dict[str, Any]) -> str:
+    """What tells a run apart from all others, by its file."""
+    return str(content.get("id") or hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest())
+
+
+def write(run_dir: RunDir, content: dict[str, Any]) -> str:
+    """Create the file; the run's id."""
     content = {
+        "id": uuid.uuid4().hex,
         **content,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions("elastictrain", "torch", "lightning")},
     }
     run_dir.create((json.dumps(content, indent=2, default=repr) + "\n").encode(), NAME)
+    return id_of(content)
 
 
 def _versions(*names: str) -> dict[str, str]:

@@ -165,7 +165,8 @@ class Trainer:
         try:
             builder.build_for_fit(train_dataloaders, val_dataloaders)
             evaluator = Evaluator(session, builder.runner)
-            loop = FitLoop(session, builder.runner, evaluator, builder.resumption.manager)
+            resumption = builder.resumption
+            loop = FitLoop(session, builder.runner, evaluator, resumption.manager, is_stored=resumption.is_stored)
             builder.announcer.start(builder.notes)
             loop.run()
             self.stopped = loop.stopped

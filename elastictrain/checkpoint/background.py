@@ -56,6 +56,12 @@ class WriterProcess:
         if self._socket is not None and number in self._jobs:
             self._send({"kind": kind, "number": number})
 
+    def forget(self, arena: Arena) -> None:
+        """No more jobs will come with this one."""
+        if self._socket is not None and arena.number in self._known:
+            self._known.remove(arena.number)
+            self._send({"kind": "forget", "image": arena.number})
+
     def hear(self, timeout: float = 0.0) -> list[dict[str, Any]]:
         """What it has said since; waits up to ``timeout`` seconds for the first word."""
         if self._socket is None:
@@ -145,6 +151,9 @@ class WriterHere:
         self._drain.do(job, None if arena is None else arena.view)
 
     def tell(self, kind: str, number: int) -> None:
+        pass
+
+    def forget(self, arena: Arena) -> None:
         pass
 
     def hear(self, timeout: float = 0.0) -> list[dict[str, Any]]:

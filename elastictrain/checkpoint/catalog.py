@@ -98,6 +98,13 @@ def _entry(run_dir: RunDir, folder: str, step: int) -> Entry:
         return Entry(run_dir, folder, step, None, f"{COMMIT} {what} ({error.strerror})")
 
 
+def step_of(url: str) -> int:
+    """The step of an attempt of a run directory."""
+    match = STEP.fullmatch(posixpath.basename(posixpath.dirname(url)))
+    assert match is not None, url
+    return int(match[1])
+
+
 def newest(run_dir: RunDir, *, but: Collection[str] = ()) -> str | None:
     """URL of the newest attempt that is committed and whole: manifests as committed, shards of full size. Or None.
 

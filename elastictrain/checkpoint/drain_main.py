@@ -26,7 +26,6 @@ from elastictrain.checkpoint.drain import Drain, whole_line
 
 NICENESS = 12  # the fifteenth part of a core where training needs all of them
 LINGER_SECONDS = 120.0
-MAX_IMAGES = 2  # mapped at a time
 
 
 class Server:
@@ -75,6 +74,8 @@ class Server:
             self.drain.cancelled.add(message["number"])
         elif message["kind"] == "all written":
             self.drain.all_written.add(message["number"])
+        elif message["kind"] == "forget":
+            self._images.pop(message["image"], None)  # unmapped with the last job that uses it
         else:
             self._jobs.put((message, self._map(message, descriptors) if "image" in message else None))
 
@@ -84,8 +85,6 @@ class Server:
             descriptor = descriptors.pop(0)
             self._images[image] = mmap.mmap(descriptor, message["num_bytes"], mmap.MAP_SHARED, mmap.PROT_READ)
             os.close(descriptor)
-            for old in list(self._images)[:-MAX_IMAGES]:
-                del self._images[old]  # unmapped with the last job that uses it
         return memoryview(self._images[image])
 
 

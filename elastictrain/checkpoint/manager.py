@@ -21,7 +21,9 @@ from elastictrain.callback import SaveInfo
 from elastictrain.checkpoint import catalog
 from elastictrain.checkpoint.ranks import Failure, Ranks, RoundFailed
 from elastictrain.checkpoint.retention import Keep
-from elastictrain.checkpoint.saves import Content, Outcome, Saves
+from elastictrain.checkpoint.saves import Outcome, Saves
+from elastictrain.checkpoint.snapshots import Snapshots
+from elastictrain.checkpoint.staging import Content, Staging, Taker
 from elastictrain.config import CheckpointConfig
 from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.rundir import RunDir
@@ -38,6 +40,7 @@ class CheckpointManager:
 
     Attributes:
         saves: those that are under way.
+        snapshots: in memory; None: none are taken.
         num_committed: saves that are on storage.
         num_failed: saves that are not.
 
@@ -64,12 +67,19 @@ class CheckpointManager:
         self.saves = Saves(
             run_dir, self._ranks, generation=generation, skips=config.when_busy == "skip", command=writer_command
         )
+        self._staging = Staging(self._ranks, [self.saves])
+        self.snapshots: Snapshots | None = None
         self.num_committed = self.num_failed = 0
         self._mine: list[str] = []  # paths committed by this generation, oldest first
         self._protected: set[str] = set()  # paths
         self._rejected: set[str] = set()  # paths
 
     # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def take_snapshots(self, snapshots: Snapshots) -> None:
+        """From now on :meth:`begin` can take snapshots."""
+        self.snapshots = snapshots
+        self._staging.takers.append(snapshots)
 
     def begin(
         self,
@@ -78,32 +88,48 @@ class CheckpointManager:
         *,
         local_values: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
+        saves: bool = True,
+        snapshots: bool = False,
     ) -> tuple[bool, list[SaveInfo]]:
-        """Stage a checkpoint of ``step`` finished steps, to be written in the background. Collective.
+        """Stage the state after ``step`` finished steps, to be kept in the background. Collective.
 
         Args:
             state: names to tensors (DTensors where sharded, otherwise equal on all ranks) and JSON values (rank 0's).
             local_values: JSON values that this rank alone has, under names of their own.
             about: notes of rank 0, for people and tools; not part of the state.
+            saves: write it as a checkpoint.
+            snapshots: keep it in memory; staged once, should both be asked for.
 
         Returns:
-            Whether it is under way, and earlier ones that have been committed since.
+            Whether a checkpoint is under way, and earlier ones that have been committed since.
 
         Raises:
             CheckpointError: it cannot be saved, or an earlier one could not, and ``on_failure`` is "raise".
         """
-        committed = self.settle()
+        committed = self.settle() if saves else []
+        self.saves.must = False
+        takers: list[Taker] = [
+            *([self.saves] if saves else []),
+            *([self.snapshots] if snapshots and self.snapshots else []),
+        ]
         try:
-            if self.saves.begin(Content(step, state, local_values or {}, about or {}), must=False):
-                return True, committed
+            decided = self._staging.begin(Content(step, state, local_values or {}, about or {}), takers)
+        except RoundFailed as failed:
+            if saves:
+                self._fail(step, failed.failures, "Correct the state", failed.__cause__)
+            elif self._ranks.rank == 0:
+                log.warning("no snapshot of step %d: %s", step, failed)
+            return False, committed
+        if snapshots and self.snapshots is not None and decided[-1] is None:
+            self.snapshots.left_out()
+        if saves and decided[0] is None:
+            self.saves.num_skipped += 1
             log.warning(
                 "no checkpoint of step %d: an earlier one is still being written (%d left out so far)",
                 step,
                 self.saves.num_skipped,
             )
-        except RoundFailed as failed:
-            self._fail(step, failed.failures, "Correct the state", failed.__cause__)
-        return False, committed
+        return saves and decided[0] is not None, committed
 
     def save(
         self,
@@ -119,8 +145,9 @@ class CheckpointManager:
             CheckpointError: on every rank: nothing was committed.
         """
         self.wait()
+        self.saves.must = True
         try:
-            self.saves.begin(Content(step, state, local_values or {}, about or {}), must=True)
+            self._staging.begin(Content(step, state, local_values or {}, about or {}), [self.saves])
         except RoundFailed as failed:
             raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
         (outcome,) = self.saves.wait()
@@ -152,8 +179,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank: it cannot be saved.
         """
+        self.saves.must = True
         try:
-            self.saves.begin(Content(step, state, local_values or {}, about or {}), must=True)
+            self._staging.begin(Content(step, state, local_values or {}, about or {}), [self.saves])
         except RoundFailed as failed:
             raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
         return self.saves.linger(seconds)
@@ -191,6 +219,9 @@ class CheckpointManager:
     def close(self) -> None:
         """No more saves; those that are under way are finished by the writer on its own."""
         self.saves.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        self._staging.close()
 
     def _take(self, outcomes: list[Outcome]) -> list[SaveInfo]:
         committed = [self._committed(outcome) for outcome in outcomes if not outcome.failures]

@@ -80,6 +80,9 @@ class Ranges:
 
     def __init__(self, folder: RunDir, manifests: Sequence[Manifest]) -> None:
         self._folder = folder
+        self._take_manifests(manifests)
+
+    def _take_manifests(self, manifests: Sequence[Manifest]) -> None:
         self._manifests = {shard_name(one.rank, one.world_size): one for one in manifests}
 
     def boxes(self, wants: Sequence[Want]) -> list[Tensor]:

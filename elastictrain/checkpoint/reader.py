@@ -13,7 +13,7 @@ leave every target as it was. A storage that cannot be reached raises its own er
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from elastictrain.checkpoint.contents import Contents
 from elastictrain.checkpoint.image import DTYPES
-from elastictrain.checkpoint.manifest import DamagedError, shard_name, tensors_of, values_of
+from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name, tensors_of, values_of
 from elastictrain.checkpoint.ranges import Ranges, Want
 from elastictrain.checkpoint.threads import in_threads
 from elastictrain.errors import CheckpointError
@@ -68,16 +68,19 @@ class CheckpointReader(StorageReader):
         self.url = self._folder.url
         with answering(self._unreadable):
             contents = Contents.read(self._folder)
-        self.commit, self.manifests = contents.commit, contents.manifests
-        self.step, self.about = self.commit.step, self.commit.about
+        self.commit = commit = contents.commit
+        self._hold(contents.manifests, Ranges(self._folder, contents.manifests), step=commit.step, about=commit.about)
+
+    def _hold(self, manifests: Sequence[Manifest], ranges: Ranges, *, step: int, about: Mapping[str, Any]) -> None:
+        """What is read from here on, wherever it is."""
+        self.manifests, self.ranges, self.step, self.about = manifests, ranges, step, about
         try:
             self.tensors = {
                 name: TensorSpec(shape, DTYPES[dtype]) for name, (shape, dtype) in tensors_of(self.manifests).items()
             }
             self.values: dict[str, Any] = values_of(self.manifests)
         except DamagedError as error:
-            raise DamagedError(f"checkpoint {self.url} is damaged: {error}") from None
-        self.ranges = Ranges(self._folder, self.manifests)
+            raise DamagedError(f"{self.name} is damaged: {error}") from None
         self._pieces = {  # those with bytes, by name and offsets
             (one.name, one.offsets): (shard_name(manifest.rank, manifest.world_size), one)
             for manifest in self.manifests
@@ -99,16 +102,21 @@ class CheckpointReader(StorageReader):
         planner.set_up_planner(dict(targets), self.read_metadata())
         self.read_data(planner.create_local_plan(), planner)
 
+    @property
+    def name(self) -> str:
+        """How it is called in messages."""
+        return f"checkpoint {self.url}"
+
     def _unreadable(self, error: BaseException, reason: str) -> CheckpointError:
         """Storage that does not answer is no damage: another checkpoint, an older one, would be no remedy."""
         return CheckpointError(
-            f"checkpoint {self.url} cannot be read ({reason}): check that its storage can be reached and the"
+            f"{self.name} cannot be read ({reason}): check that its storage can be reached and the"
             " credentials are right, then start again; nothing has changed"
         )
 
     def _check(self, name: str, target: Tensor) -> None:
         if (spec := self.tensors.get(name)) is None:
-            raise CheckpointError(f"checkpoint {self.url} has no tensor {name!r}")
+            raise CheckpointError(f"{self.name} has no tensor {name!r}")
         if spec.shape != tuple(target.shape):
             raise CheckpointError(f"{name} has shape {list(spec.shape)} in {self.url} and {list(target.shape)} here")
         if spec.dtype != target.dtype:
@@ -152,7 +160,7 @@ class CheckpointReader(StorageReader):
             with answering(self._unreadable):
                 boxes = self.ranges.boxes(wants)
         except DamagedError as error:
-            raise DamagedError(f"checkpoint {self.url} is damaged: {error}") from error.__cause__
+            raise DamagedError(f"{self.name} is damaged: {error}") from error.__cause__
         pairs = list(zip(places, boxes, strict=True))
         in_threads(_copy, [part for pair in pairs if pair[0].is_cpu for part in _rows(*pair)])
         for item, (place, box) in zip(plan.items, pairs, strict=True):

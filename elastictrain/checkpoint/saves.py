@@ -1,16 +1,14 @@
-"""Saves that are under way: planned and staged here, written by the writer process, and known to all ranks together.
+"""Saves that are under way: staged by :mod:`elastictrain.checkpoint.staging`, written by the writer process, and known to
+all ranks together.
 
-:meth:`Saves.begin` stops training for the planning round and one copy of the local state. Everything else is the writer's.
 What becomes of a save is known where ranks meet: :meth:`Saves.settle`.
 
-On failure: what goes wrong while planning is a :class:`~elastictrain.checkpoint.ranks.RoundFailed` on every rank, and
-nothing has been written. What goes wrong later, on whichever rank, ends the save on all of them: the others' writers are
-told to stop, the attempt is removed once they have, and every rank gets the same :class:`Outcome`.
+On failure: what goes wrong after the planning, on whichever rank, ends the save on all of them: the others' writers are told
+to stop, the attempt is removed once they have, and every rank gets the same :class:`Outcome`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import posixpath
 import time
@@ -19,32 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.background import COMMAND, WriterHere, WriterProcess
-from elastictrain.checkpoint.image import Image
+from elastictrain.checkpoint.footprint import MAX_SAVES
 from elastictrain.checkpoint.manifest import step_name, tensors_json
-from elastictrain.checkpoint.plan import Key, Planner, key_of, local_tensors
 from elastictrain.checkpoint.ranks import Failure, Ranks
-from elastictrain.errors import CheckpointError
+from elastictrain.checkpoint.staging import Content, Staged
 from elastictrain.rundir import RunDir
-from elastictrain.state import FlatState
 
 log = logging.getLogger(__name__)
 
-MAX_ARENAS = 2
 TURN_SECONDS = 0.25  # how long a rank that waits listens to its writer before it asks the other ranks
-
-
-@dataclass(frozen=True)
-class Content:
-    """What is saved, the same on every rank but for local shards and values."""
-
-    step: int
-    state: FlatState
-    local_values: Mapping[str, Any]
-    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,6 +67,7 @@ class Saves:
         command: of the writer process; None: the ordinary one.
 
     Attributes:
+        must: the next one waits for earlier ones rather than being left out.
         failed_here: what this rank's writer has reported and nobody has read yet.
         num_skipped: saves that were left out because earlier ones were still being written.
         waited: seconds that training waited for earlier ones.
@@ -99,11 +83,11 @@ class Saves:
         )
         self._url = run_dir.path if run_dir.is_local else run_dir.url  # the writer may stand in another folder
         self._under_way: list[_Save] = []
-        self._arenas: list[Arena] = []
-        self._plan: tuple[Key, Image] | None = None
+        self._started = 0.0
         self._numbers = 0
         self._errands: dict[int, str] = {}  # what rank 0's writer is asked to remove, by the number of the job
         self._leftovers: list[str] = []  # folders of failed attempts that resisted
+        self.must = False
         self.failed_here: list[str] = []
         self.num_skipped = 0
         self.waited = 0.0
@@ -135,69 +119,30 @@ class Saves:
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 
-    def begin(self, content: Content, *, must: bool) -> bool:
-        """Stage this state and let it be written. Collective.
-
-        Args:
-            must: wait for earlier saves rather than leave this one out.
-
-        Returns:
-            False: it was left out, because an earlier one is still being written.
-
-        Raises:
-            RoundFailed: on every rank; nothing has been written.
-        """
-        started = time.monotonic()
+    def part(self) -> bool:
+        """Whether this rank would have to wait. May only be called where the next state is about to be staged."""
+        self._started = time.monotonic()
         self.look()
-        tensors = {name: value for name, value in content.state.items() if isinstance(value, Tensor)}
-        local = local_tensors(tensors)
-        values = {name: value for name, value in content.state.items() if name not in tensors}
-        key: Key = ()
+        return self._is_full
 
-        def ready() -> tuple[bool, bool, Mapping[str, Any], Mapping[str, Any]]:
-            nonlocal key
-            for group in (values, content.local_values, {"about": content.about}):
-                check_values(group)
-            key = key_of(tensors, local)
-            is_known = self._plan is not None and self._plan[0] == key
-            return is_known, self._is_full, content.local_values, values if self._ranks.rank == 0 else {}
+    def decide(self, parts: list[bool]) -> str | None:
+        """The name of the attempt; None: it is left out, because an earlier one is still being written somewhere."""
+        if self._skips and not self.must and any(parts):
+            return None
+        return f"{self._generation:06d}-{uuid.uuid4().hex[:12]}"
 
-        def decide(
-            parts: list[tuple[bool, bool, Mapping[str, Any], Mapping[str, Any]]],
-        ) -> list[tuple[bool, str | None]]:
-            _check_local_values([one for part in parts for one in part[2:]])
-            name = f"{self._generation:06d}-{uuid.uuid4().hex[:12]}"
-            if self._skips and not must and any(is_full for _, is_full, _, _ in parts):
-                return [(False, None)] * len(parts)
-            return [(all(is_known for is_known, *_ in parts), name)] * len(parts)
+    def make_room(self, decided: str) -> None:
+        waiting = time.monotonic()
+        while self._is_full:
+            self.look(TURN_SECONDS)
+        self.waited += time.monotonic() - waiting
+        self.reached("planned")
 
-        is_known, name = self._ranks.round(ready, decide)
-        if name is None:
-            self.num_skipped += 1
-            return False
-        if not is_known:
-            planner = Planner()
-            self._plan = None
-            plan = self._ranks.round(
-                lambda: planner.local_plan(tensors, is_main=self._ranks.rank == 0), planner.global_plan
-            )
-            self._plan = (key, planner.image(plan, local))
-        self._numbers += 1
-        folder = posixpath.join("checkpoints", step_name(content.step), name)
-        save = _Save(self._numbers, content.step, folder, started)
-        self._under_way.append(save)
-        self._hand_over(save, content, values, local)
-        self.blocked = time.monotonic() - started
-        return True
-
-    def _hand_over(self, save: _Save, content: Content, values: Mapping[str, Any], local: Mapping[str, Tensor]) -> None:
-        """Stage and submit. What goes wrong here is told when ranks meet, as what goes wrong in the writer is."""
-        assert self._plan is not None
-        rank, is_main = self._ranks.rank, self._ranks.rank == 0
+    def take(self, decided: str, staged: Staged) -> None:
+        save = self._begin(decided, staged.content.step)
+        save.arena = staged.arena
+        rank, content = self._ranks.rank, staged.content
         try:
-            save.arena = self._free_arena(self._plan[1], pin=any(one.is_cuda for one in local.values()))
-            self.reached("planned")
-            save.arena.stage(local.__getitem__)
             self.reached("staged")
             commit = {"step": content.step, "generation": self._generation, "about": content.about}
             job = {
@@ -209,35 +154,39 @@ class Saves:
                 "world_size": self._ranks.world_size,
                 "num_bytes": save.arena.image.num_bytes,
                 "tensors": tensors_json(save.arena.image.pieces),
-                "values": {**(values if is_main else {}), **content.local_values},
-                "commit": commit if is_main else None,
+                "values": staged.values,
+                "commit": commit if rank == 0 else None,
             }
             self._writer.submit(job, save.arena)
             self.reached("submitted")
         except Exception as error:
             save.failure = Failure.of(rank, error)
             self._note(save)
+        self.blocked = time.monotonic() - self._started
+
+    def failed(self, decided: str, content: Content, error: Exception) -> None:
+        save = self._begin(decided, content.step)
+        save.failure = Failure.of(self._ranks.rank, error)
+        self._note(save)
+
+    def _begin(self, name: str, step: int) -> _Save:
+        self._numbers += 1
+        folder = posixpath.join("checkpoints", step_name(step), name)
+        self._under_way.append(_Save(self._numbers, step, folder, self._started))
+        return self._under_way[-1]
+
+    def holds(self, arena: Arena) -> bool:
+        return any(one.arena is arena and one.holds_arena for one in self._under_way)
+
+    def forget(self, arena: Arena) -> None:
+        self._writer.forget(arena)
 
     def reached(self, point: str) -> None:
         """Called as a save passes "planned", "staged", "submitted"; a test's way to interrupt there."""
 
     @property
     def _is_full(self) -> bool:
-        return sum(one.holds_arena for one in self._under_way) >= (1 if self._skips else MAX_ARENAS)
-
-    def _free_arena(self, image: Image, *, pin: bool) -> Arena:
-        waiting = time.monotonic()
-        while self._is_full:
-            self.look(TURN_SECONDS)
-        self.waited += time.monotonic() - waiting
-        used = [one.arena for one in self._under_way if one.holds_arena]
-        for arena in [one for one in self._arenas if one not in used]:
-            if arena.image == image:
-                return arena
-            self._arenas.remove(arena)
-            arena.close()
-        self._arenas.append(Arena(image, pin=pin))
-        return self._arenas[-1]
+        return sum(one.holds_arena for one in self._under_way) >= (1 if self._skips else MAX_SAVES)
 
     # ---- what becomes of them ----------------------------------------------------------------------------------------
 
@@ -341,11 +290,8 @@ class Saves:
             self.look(TURN_SECONDS)
 
     def close(self) -> None:
-        """The writer ends when it is done; the memory goes with it."""
+        """The writer ends when it is done."""
         self._writer.close()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
 
 
 def _judge(ranks: Sequence[tuple[bool, bool, int, Failure | None]]) -> Any:
@@ -359,32 +305,3 @@ def _judge(ranks: Sequence[tuple[bool, bool, int, Failure | None]]) -> Any:
         real = tuple(one for one in failures if one.kind != "Cancelled") or tuple(failures)
         return (0, real) if is_over else "cancel"
     return "all written" if is_written and all(written for written, *_ in others) else None
-
-
-def check_values(values: Mapping[str, Any]) -> None:
-    """Everything that is no tensor must come back from JSON as it is.
-
-    Raises:
-        CheckpointError: names the entry that would not.
-    """
-    if not _is_kept(values):
-        name = next(name for name, value in values.items() if not _is_kept(value))
-        raise CheckpointError(
-            f"the state's {name} is a {type(values[name]).__name__} that JSON cannot hold as it is:"
-            " pack it (elastictrain.state.pack)"
-        )
-
-
-def _is_kept(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def _check_local_values(all_values: Sequence[Mapping[str, Any]]) -> None:
-    merged: dict[str, Any] = {}
-    for values in all_values:
-        for name, value in values.items():
-            if merged.setdefault(name, value) != value:
-                raise CheckpointError(f"two ranks give different values for {name}: name local values by rank or shard")

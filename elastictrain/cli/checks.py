@@ -35,6 +35,7 @@ OF_CLASSES = (
     "log_every",
     "val_every",
     "checkpoint_every",
+    "snapshot_every",
     "resume",
     "callbacks",
     "settings",

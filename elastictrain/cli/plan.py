@@ -18,6 +18,7 @@ from elastictrain.config import AXES
 from elastictrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from elastictrain.checkpoint.footprint import Footprint
     from elastictrain.cli.target import Target
     from elastictrain.config import MeshConfig, MeshShape
     from elastictrain.parallel.memory import Model
@@ -168,6 +169,7 @@ def _as_json(question: _Question, model: Model, devices: Devices, made: Plan) ->
             "idle_ranks": one.idle,
         }
 
+    host = _host(question, made)
     return {
         "target": question.target.recorded,
         "ranks": devices.num_ranks,
@@ -178,9 +180,19 @@ def _as_json(question: _Question, model: Model, devices: Devices, made: Plan) ->
         "slots": model.num_slots,
         "chosen": layout(made.chosen),
         "why": made.why,
+        "host_bytes": {"saves": host.saves, "snapshots": host.snapshots, "copies": host.copies},
         "notes": list(model.notes),
         "layouts": [layout(one) for one in made.layouts],
     }
+
+
+def _host(question: _Question, made: Plan) -> Footprint:
+    """What checkpoints take of each node's own memory, in the layout that was chosen."""
+    from elastictrain.checkpoint.footprint import Footprint
+
+    one = made.chosen
+    image = -(-(one.memory.parameters + one.memory.optimizer) // one.shape.dp_replicate)
+    return Footprint(image * question.ranks_per_node, has_buddy=question.num_nodes > 1)
 
 
 def _print(question: _Question, model: Model, devices: Devices, made: Plan, *, show_all: bool) -> None:
@@ -223,6 +235,11 @@ def _print(question: _Question, model: Model, devices: Devices, made: Plan, *, s
                 for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             ]
             say("  ".join(cells).rstrip())
+    host = _host(question, made)
+    copies = f", and {size(host.copies)} for copies of another node's" if host.has_buddy else ""
+    say(
+        f"host memory of a node: saves take up to {size(host.saves)}; --snapshot-every {size(host.snapshots)} more{copies}"
+    )
     fitting = sum(one.fits and one.can_be_chosen for one in made.layouts)
     hidden = len(made.layouts) - len(shown)
     say(f"{fitting} of {len(made.layouts)} layouts fit" + (f"; --all shows {hidden} more" if hidden else ""))

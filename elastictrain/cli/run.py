@@ -88,6 +88,12 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     metavar="N|auto",
     help="Save every N steps, beside every 5 minutes; or as often as saves and failures make best. [off]",
 )
+@option(
+    "--snapshot-every",
+    type=POSITIVE,
+    metavar="N",
+    help="Keep the state in memory, here and on another node, every N steps; a restart goes on from there. [off]",
+)
 @shared("--callback")
 @shared("--set")
 @click.option(

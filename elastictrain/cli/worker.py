@@ -59,10 +59,13 @@ def _load(mine: AgentMembership, target: Target, job: dict[str, Any]) -> Callabl
     options = dict(job["trainer"])
     mesh = MeshConfig.parse(options.pop("mesh", "auto"))
     options["mesh"] = dataclasses.replace(mesh, topology=options.pop("topology", None))
+    how: dict[str, Any] = {}
     if "checkpoint_every" in options:
         every = options.pop("checkpoint_every")
-        how: dict[str, Any] = {"every_seconds": "auto"} if every == "auto" else {"every_steps": every}
-        options["checkpoint"] = CheckpointConfig(**how)
+        how = {"every_seconds": "auto"} if every == "auto" else {"every_steps": every}
+    if "snapshot_every" in options:
+        how["snapshot_every"] = options.pop("snapshot_every")
+    options["checkpoint"] = CheckpointConfig(**how)
     options["callbacks"] = [resolve_callback(text) for text in options["callbacks"]]
     from elastictrain.trainer import Trainer
 

@@ -34,20 +34,16 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.utils.store import barrier
 
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.cells import ABORT, Cells, Phase, StopReason
+from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.membership import EXIT_INTERRUPTED, Assignment
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import WorkerProcess, stop_all, worker_env
-from elastictrain.elastic.rendezvous import GenerationHandler
+from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
 from elastictrain.elastic.report import Report, root_cause
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
@@ -149,6 +145,7 @@ class Agent(SimpleElasticAgent):
         super().__init__(spec)
         self._config, self._handler, self._say = config, rendezvous, say
         self._budget = RestartBudget(config.max_restarts)
+        self._keepers = Keepers(rendezvous.address, say)
         self._private: PrivateDir | None = None
         self._workers: list[WorkerProcess] = []
         self._cells: Cells | None = None
@@ -178,9 +175,10 @@ class Agent(SimpleElasticAgent):
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
             return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
         except (RendezvousError, RuntimeError, OSError) as error:
-            return Outcome(EXIT_FAILED, self._furthest, message=_rendezvous_trouble(error))
+            return Outcome(EXIT_FAILED, self._furthest, message=trouble_of(error))
         finally:
             self._end_generation()
+            self._keepers.end()
             try:
                 self._handler.shutdown()
             except Exception:  # noqa: S110 - the store may have gone with its host; nothing depends on it any more
@@ -239,6 +237,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: Group) -> RunResult:
         assert self._cells is not None and self._agreement is not None
         self._heed_signals(self._agreement, self._cells, worker_group.group_world_size)
+        self._keepers.tick(self._cells, os.path.dirname(self._reports))
         self._furthest = max(self._furthest, *self._cells.steps())
         codes = [worker.poll() for worker in self._workers]
         if all(code in (EXIT_FINISHED, EXIT_PREEMPTED) for code in codes):
@@ -389,14 +388,3 @@ class Agent(SimpleElasticAgent):
                 barrier(worker_group.store, worker_group.group_world_size, "stopped", barrier_timeout=60)
             except RuntimeError:
                 pass
-
-
-def _rendezvous_trouble(error: Exception) -> str:
-    if isinstance(error, RendezvousClosedError):
-        return "another node has ended the run: see its output"
-    if isinstance(error, RendezvousConnectionError):
-        return "the rendezvous is gone with the node that keeps it (--rdzv-endpoint): see its output"
-    if isinstance(error, RendezvousTimeoutError):
-        return "not enough nodes came in time: start the command on --nnodes nodes"
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return f"the agent cannot go on: {type(error).__name__}: {reason}"

@@ -13,6 +13,7 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``LIMIT`` | agent | 1 + the step at which all shall stop; 0: nothing asked |
 | ``VERDICT`` | agent | (1 + limit) * 4 + code of the reason, once every worker has acked that limit; 0: none |
 | ``ABORT`` | agent | 1: this generation is over, and SIGTERM means "unwind now" |
+| ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
 
 A missing or short file is an ``OSError`` or ``ValueError`` from the constructor.
 """
@@ -23,7 +24,7 @@ import mmap
 from enum import IntEnum, StrEnum
 
 WORDS = 8  # one cache line per worker: no false sharing
-PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT = range(7)
+PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER = range(8)
 
 
 class StopReason(StrEnum):
@@ -85,6 +86,9 @@ class Cells:
     def asked(self) -> StopReason | None:
         """The reason for which any worker was asked to stop behind the agent's back."""
         return reason_of(max(view[ASKED] for view in self.views))
+
+    def wants_keeper(self) -> bool:
+        return any(view[KEEPER] for view in self.views)
 
     def write(self, word: int, value: int) -> None:
         """Write one of the agent's words in every cell."""

@@ -29,6 +29,7 @@ from elastictrain.elastic.cells import (
     ABORT,
     ACKED,
     ASKED,
+    KEEPER,
     LIMIT,
     PHASE,
     STEP,
@@ -43,6 +44,7 @@ from elastictrain.errors import UsageError
 __all__ = ["AgentMembership", "Assignment", "EnvMembership", "Membership", "StopReason", "current"]
 
 ASSIGNMENT = "ELASTICTRAIN_ASSIGNMENT"  # names the file that the agent wrote for this generation's workers
+REQUEST, ANSWER = "keeper-request.json", "keeper.json"  # beside the assignment, in the agent's private directory
 EXIT_INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 SAME_KEYPRESS = 1.0  # seconds: torchrun passes a Ctrl-C on to workers that the terminal has already told
 
@@ -103,6 +105,7 @@ class Membership:
         settings: the ``--set`` values.
         node: the name that this node was given; None: its host's.
         job_id: what tells this job apart from another one that uses the same run directory.
+        has_agent: ``elastictrain run`` has started it.
         agrees: :meth:`boundary` gives all ranks the same answer at the same step.
         requested: the reason for which a signal asked *this* process to stop.
         stopped: what :meth:`boundary` has answered; None while it has answered None.
@@ -114,6 +117,7 @@ class Membership:
     target: str | None = None
     node: str | None = None
     job_id: str = ""
+    has_agent: bool = False
     agrees: bool = True
     requested: StopReason | None = None
     stopped: StopReason | None = None
@@ -145,6 +149,22 @@ class Membership:
             The reason, on every rank at the same step; None: go on.
         """
         raise NotImplementedError
+
+    def ask_for_keeper(self, key: bytes, name: str) -> bool:
+        """Have this node's agent see to it that there is a keeper of snapshots, now and whenever it should die.
+
+        Args:
+            key: by which processes of this run know each other.
+            name: tells this run apart from others on this machine.
+
+        Returns:
+            False: there is no agent that could.
+        """
+        return False
+
+    def find_keeper(self, *, seconds: float = 0.0) -> dict[str, Any] | None:
+        """Where it is: ``socket``, ``host`` and ``port``; waits so long for it. None: there is none."""
+        return None
 
     def close(self) -> None:
         """This process will come to no further boundary; gives the signal handlers back."""
@@ -182,6 +202,8 @@ class _Handlers:
 
 class AgentMembership(Membership):
     """A worker of ``elastictrain run``. There is one per process; :func:`current` always returns it."""
+
+    has_agent = True
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__()
@@ -235,6 +257,27 @@ class AgentMembership(Membership):
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.01)
         return self.stopped
+
+    def ask_for_keeper(self, key: bytes, name: str) -> bool:
+        write_whole(self._keeper_path(REQUEST), {"key": key.hex(), "name": name})
+        self._cell[KEEPER] = 1
+        return True
+
+    def find_keeper(self, *, seconds: float = 0.0) -> dict[str, Any] | None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                with open(self._keeper_path(ANSWER), encoding="utf-8") as file:
+                    found: dict[str, Any] = json.load(file)
+                if found["socket"] is not None or time.monotonic() > deadline:
+                    return None if found["socket"] is None else found
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    return None
+            time.sleep(0.01)
+
+    def _keeper_path(self, name: str) -> str:
+        return os.path.join(os.path.dirname(self.assignment.cells), name)
 
     def close(self) -> None:
         self._cell[PHASE] = Phase.CLOSED
@@ -306,6 +349,14 @@ def current() -> Membership:
     elif _mine.stopped is None:
         _mine.run()  # a script that trains twice
     return _mine
+
+
+def write_whole(path: str, content: dict[str, Any]) -> None:
+    """A small file that nobody sees half written."""
+    part = f"{path}.{os.getpid()}"
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(part, path)
 
 
 def _number(name: str, default: int) -> int:

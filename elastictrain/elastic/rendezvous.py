@@ -19,11 +19,13 @@ import uuid
 
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -38,12 +40,14 @@ class GenerationHandler(RendezvousHandler):
 
     Attributes:
         job_id: the same on all nodes and in all generations of this run, and in no other.
+        address: this node's for the others; None: there are none.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
         began, formed: when the last rendezvous began and ended, seconds since the epoch.
     """
 
     generation: int = -1
     job_id: str = ""
+    address: str | None = None
     waiting: bool = False
     began: float = 0.0
     formed: float = 0.0
@@ -108,14 +112,14 @@ class NodesRendezvous(GenerationHandler):
     ) -> None:
         # The documented way out of sharing the agents' store with the workers, where stock restarts fail.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._address = local_addr or _address_towards(host, port)
+        self.address = local_addr or _address_towards(host, port)
         parameters = RendezvousParameters(
             "c10d",
             f"{host}:{port}",
             run_id,
             min_nodes,
             max_nodes,
-            local_addr=self._address,
+            local_addr=self.address,
             join_timeout=timeout,
             last_call_timeout=last_call,
         )
@@ -146,7 +150,7 @@ class NodesRendezvous(GenerationHandler):
             store.set("generation", str(self._store.add("elastictrain/generations", 1) - 1))
         self.generation = int(store.get("generation"))
         port = free_port() if info.rank == 0 else None
-        master = RendezvousStoreInfo.build(info.rank, PrefixStore("workers", store), self._address, port)
+        master = RendezvousStoreInfo.build(info.rank, PrefixStore("workers", store), self.address, port)
         return RendezvousInfo(store, info.rank, info.world_size, master)
 
     def is_closed(self) -> bool:
@@ -199,3 +203,15 @@ def _address_towards(host: str, port: int) -> str:
     if loopback and host != "localhost" and not host.startswith("127.") and host != "::1":
         return socket.getfqdn()  # this is the host itself, whose name the machine maps to loopback
     return address
+
+
+def trouble_of(error: Exception) -> str:
+    """In words for the person who has started an agent."""
+    if isinstance(error, RendezvousClosedError):
+        return "another node has ended the run: see its output"
+    if isinstance(error, RendezvousConnectionError):
+        return "the rendezvous is gone with the node that keeps it (--rdzv-endpoint): see its output"
+    if isinstance(error, RendezvousTimeoutError):
+        return "not enough nodes came in time: start the command on --nnodes nodes"
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return f"the agent cannot go on: {type(error).__name__}: {reason}"

@@ -92,6 +92,7 @@ class Startup:
         target: what runs, e.g. the name of the task's class.
         num_parameters: over all ranks, a tied one counted once; so is ``num_trainable``.
         precision: "fp32", "bf16", "fp16" or "fp8".
+        host_memory: what checkpoints take of it on each node.
         resumed_step: finished steps that a checkpoint brought back; None for a fresh start.
         resumed_from: URL of that checkpoint.
     """
@@ -111,6 +112,7 @@ class Startup:
     generation: int = 0
     max_steps: int | None = None
     max_epochs: int | None = None
+    host_memory: str | None = None
     resumed_step: int | None = None
     resumed_from: str | None = None
     callbacks: tuple[str, ...] = ()
@@ -129,6 +131,7 @@ def startup_summary(about: Startup, *, console: Console) -> None:
         ("microbatches per rank", _share(about.num_slots, about.mesh.dp)),
         ("parameters", f"{format_count(about.num_parameters)}, {trainable} trainable"),
         ("precision", about.precision),
+        *([("host memory", about.host_memory)] if about.host_memory is not None else []),
         ("until", " or ".join(ends) or "stopped"),
     ]
     if about.callbacks:

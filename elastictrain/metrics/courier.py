@@ -102,6 +102,7 @@ class Courier(Generic[T]):
         self._run_dir = run_dir
         self._max_items = max_items
         self._inbox: deque[T] = deque()
+        self._under_way: deque[T] = deque(maxlen=max_items)  # taken from there, and perhaps not written yet
         self._num_dropped = 0
         self._born = time.monotonic()
         self._due = self._born + FIRST_INTERVAL
@@ -121,6 +122,11 @@ class Courier(Generic[T]):
     def _prepared(self, item: T) -> T:
         """The item as writers get it; in the background thread."""
         return item
+
+    def waiting(self) -> list[T]:
+        """What is not written yet, for all that is known here."""
+        with self._changed:
+            return [*self._under_way, *self._inbox]
 
     def flush(self, *, wait: float = 0.0) -> bool:
         """Have everything given so far written now, in the background.
@@ -182,6 +188,7 @@ class Courier(Generic[T]):
                 self._changed.wait_for(lambda: self._asked > self._served)
                 number = self._asked
                 items = [self._inbox.popleft() for _ in range(len(self._inbox))]
+                self._under_way.extend(items)
             items = [self._prepared(item) for item in items]
             for outlet in self._outlets:
                 outlet.take(items)
@@ -193,6 +200,7 @@ class Courier(Generic[T]):
                 self._served = number
                 if done:
                     self._written = number
+                    self._under_way.clear()
                 self._changed.notify_all()
                 if self._deadline is not None and self._asked == number:
                     return

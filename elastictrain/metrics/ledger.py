@@ -120,6 +120,23 @@ class _Segments:
         self._series.create("".join(json.dumps(line) + "\n" for line in items).encode())
 
 
+def start_steps(run_dir: RunDir, *, after: int) -> dict[int, int]:
+    """By the number of a start, the finished steps at which it began; those after number ``after``.
+
+    Raises:
+        OSError: or the driver's error: they cannot be read. Those that were cut while they were written are left out.
+    """
+    found: dict[int, int] = {}
+    for name in run_dir.names(FOLDER):
+        number = name[1:7]
+        if name == f"g{number}-start.jsonl" and number.isdigit() and int(number) > after:
+            try:
+                found[int(number)] = int(run_dir.read_json(FOLDER, name)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
+
+
 def num_cut_short(names: Collection[str]) -> int:
     """Starts that did not end in good order, by the names in :data:`FOLDER`."""
     starts = [name for name in names if name.endswith("-start.jsonl")]

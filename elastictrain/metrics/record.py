@@ -191,6 +191,20 @@ class Recorder(Courier[Record]):
     def _prepared(self, item: Record) -> Record:
         return (*item[:4], self._numbers(item[4]))
 
+    def unwritten(self) -> list[str]:
+        """What :meth:`log` got and no object holds yet, as lines of ``metrics/``; for the memory of another start."""
+        return [encode_line(self._prepared(record), 0) for record in self.waiting()]
+
+    def take_over(self, lines: Sequence[str]) -> None:
+        """Record what an earlier start has logged and not written."""
+        for line in map(json.loads, lines):
+            values = {
+                name.removeprefix("value/") if name.removeprefix("value/") in FIELDS else name: _LOOSE.get(value, value)
+                for name, value in line.items()
+                if name not in FIELDS
+            }
+            self.put((line["step"], line["samples"], line["time"], line["epoch"], values))
+
     def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
         """Plain numbers only; anything else would stop every later record as well."""
         plain: dict[str, float] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.image import ALIGNMENT, DTYPES, Image, check_tensor, piece
+from elastictrain.checkpoint.marked import whole_bytes
 from elastictrain.checkpoint.pieces import Piece
 from elastictrain.errors import CheckpointError
 
@@ -75,7 +76,8 @@ def test_an_arena_is_filled_again_in_place() -> None:
     named["a"].add_(1)
     arena.stage({"a": named["a"], "b": torch.arange(3).flip(0)}.__getitem__)  # other memory, the same layout
     assert bytes(arena.view) == file_of({"a": named["a"], "b": torch.arange(3).flip(0)}) != first
-    assert os.fstat(arena.descriptor).st_size == arena.image.num_bytes
+    assert os.fstat(arena.descriptor).st_size == whole_bytes(arena.image.num_bytes)
+    assert len(arena.view) == arena.image.num_bytes
     with pytest.raises(AssertionError):
         arena.stage({"a": named["a"], "b": torch.arange(4)}.__getitem__)
 

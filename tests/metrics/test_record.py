@@ -325,3 +325,24 @@ def test_s3_gets_the_same_lines(s3_url: str) -> None:
     assert [(line["step"], line["generation"], line["a"]) for line in read_records(run_dir)] == [
         (step, int(step > 2), step / 2) for step in range(1, 6)
     ]
+
+
+def test_what_was_logged_and_not_written_goes_on_in_another_start(tmp_path: Path) -> None:
+    """As a snapshot in memory carries it: nothing is lost, whatever the values and names are."""
+    run_dir = RunDir(str(tmp_path))
+    first = Recorder(run_dir, generation=0, start_step=0, tensorboard=False)
+    first.log(1, 10, {"loss": 0.5}, epoch=0)
+    assert first.flush(wait=30.0)
+    first.log(2, 20, {"loss": math.nan, "step": 7.0}, epoch=0)
+    first.log(3, 30, {"loss": -math.inf, "count": 3}, epoch=1)
+    lines = first.unwritten()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3]
+    second = Recorder(run_dir, generation=1, start_step=3, tensorboard=False)
+    second.take_over(lines)
+    second.log(4, 40, {"loss": 0.25}, epoch=1)
+    second.close()
+    found = read_records(run_dir)
+    assert [line["step"] for line in found] == [1, 2, 3, 4]
+    assert math.isnan(found[1]["loss"]) and found[1]["value/step"] == 7.0 and found[1]["samples"] == 20
+    assert found[2]["loss"] == -math.inf and found[2]["epoch"] == 1 and found[2]["generation"] == 1
+    assert second.unwritten() == []

@@ -130,7 +130,7 @@ def test_a_storage_that_fails_then_does_not_hide_the_exception(
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elastictrain.checkpoint.saves.Arena", fail)
+    monkeypatch.setattr("elastictrain.checkpoint.staging.Arena", fail)
     with pytest.raises(ValueError, match="the user's own") as raised:
         _fit(tmp_path, Failing("a step"))
     assert raised.value.__cause__ is None

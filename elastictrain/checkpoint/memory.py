@@ -1,0 +1,327 @@
+"""Snapshots in the memory of the nodes' keepers, found and read by a start, in any layout.
+
+:class:`Memory` is this rank's way to all keepers. Ranks meet once (:meth:`Memory.meet`) and tell each other what the keeper
+of each node holds; a snapshot of which every rank's image is somewhere, in whatever keeper, can be restored. Each rank then
+reads the ranges that it needs, through shared memory from its own node's keeper, through the network from others, and
+compares every block with its hash; if one keeper's image is not good, another one's of the same bytes is taken.
+
+On failure: an image that is damaged, or that no keeper gives any more, is a
+:class:`~elastictrain.checkpoint.manifest.DamagedError`, and no target has changed. A keeper that cannot be had is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastictrain.channel import Channel, ChannelError
+from elastictrain.checkpoint.copies import PART_SECONDS, connect, receive_parts, receive_parts_into
+from elastictrain.checkpoint.held import MAX_MANIFEST_BYTES, About, count
+from elastictrain.checkpoint.keeper_link import Address, KeeperLink
+from elastictrain.checkpoint.keeper_process import connect_local
+from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name
+from elastictrain.checkpoint.marked import Marked
+from elastictrain.checkpoint.ranges import PART_BYTES, STEP_BYTES, Ranges
+from elastictrain.checkpoint.ranks import Ranks
+from elastictrain.checkpoint.reader import CheckpointReader
+from elastictrain.checkpoint.snapshots import Identity, Snapshots
+from elastictrain.checkpoint.threads import in_threads
+
+START_SECONDS = 20.0  # for the agent to start a keeper
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One keeper that has an image: its index, and the manifest's size and SHA-256."""
+
+    keeper: int
+    manifest_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One that can be restored; ``holders`` are by rank, the best first."""
+
+    about: About  # rank 0's
+    holders: tuple[tuple[Holder, ...], ...]
+
+    @property
+    def step(self) -> int:
+        return self.about.step
+
+    @property
+    def label(self) -> str:
+        return f"the snapshot of step {self.step} in memory"
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    keepers: tuple[Address, ...]
+    here: int | None  # the index of this node's
+    snapshots: tuple[Snapshot, ...]
+
+
+class Memory:
+    """Of one start, on one rank.
+
+    Args:
+        first: this is the rank that speaks for its node.
+        ask: has the agent start a keeper.
+        find: where it is, waiting so many seconds for it.
+
+    Attributes:
+        link: to this node's keeper.
+        num_keepers: of all nodes together, once met.
+        missing: nodes without one.
+    """
+
+    def __init__(
+        self, ranks: Ranks, *, first: bool, ask: Callable[[bytes], bool], find: Callable[[float], Address | None]
+    ) -> None:
+        self._ranks, self._first, self._ask, self._find = ranks, first, ask, find
+        self._meeting = _Meeting((), None, ())
+        self._channels: dict[int, Channel] = {}
+        self.link: KeeperLink | None = None
+        self.missing = 0
+
+    @property
+    def num_keepers(self) -> int:
+        return len(self._meeting.keepers)
+
+    def meet(self, key: Callable[[], bytes], fits: Callable[[list[About]], list[bool]]) -> list[Snapshot]:
+        """Find all keepers, and what they hold. Collective.
+
+        Args:
+            key: by which this run's processes know each other.
+            fits: on rank 0: which of these snapshots are this run's past.
+
+        Returns:
+            What can be restored, the newest first; the same on all ranks.
+
+        Raises:
+            RoundFailed: on every rank: some rank has no key.
+        """
+
+        def look() -> tuple[Address | None, list[dict[str, Any]]]:
+            secret = key()
+            if self._first and not self._ask(secret):
+                return None, []
+            self.link = KeeperLink(lambda: self._find(0.0), secret)
+            self._find(START_SECONDS)
+            listed: list[dict[str, Any]] = []
+            if self.link.open() and self._first:
+                self.link.try_to_send({"kind": "list"})
+                listed = self.link.answer().get("held", [])
+            return self.link.address if self.link.is_open else None, listed
+
+        met = self._ranks.round(look, lambda parts: _conclude(parts, fits))
+        self._meeting, self.missing = met
+        return list(self._meeting.snapshots)
+
+    def open(self, snapshot: Snapshot) -> SnapshotReader:
+        """
+        Raises:
+            DamagedError: its manifests are not what they were, or cannot be had.
+        """
+        return SnapshotReader(self, snapshot)
+
+    def taker(self, identity: Identity) -> Snapshots:
+        """What takes this start's own snapshots."""
+        assert self.link is not None
+        return Snapshots(self.link, self._ranks, identity, first=self._first)
+
+    def reject(self, snapshot: Snapshot) -> None:
+        """It turned out to be damaged: nobody shall find it again."""
+        if self._first and self.link is not None:
+            self.link.try_to_send({"kind": "reject", "id": snapshot.about.snapshot})
+
+    def hang_up(self) -> None:
+        """Reading is over; the link to this node's keeper stays."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def is_here(self, holder: Holder) -> bool:
+        return holder.keeper == self._meeting.here
+
+    def ordered(self, holders: Sequence[Holder]) -> list[Holder]:
+        """This node's first."""
+        return sorted(holders, key=lambda one: not self.is_here(one))
+
+    def request(self, holder: Holder, head: Mapping[str, Any]) -> tuple[Channel, dict[str, Any], int | None]:
+        """Ask the keeper; its answer, and the descriptor that came with it.
+
+        Raises:
+            OSError: it does not answer, or no longer has the image.
+        """
+        if holder.keeper not in self._channels:
+            assert self.link is not None
+            address = self._meeting.keepers[holder.keeper]
+            if self.is_here(holder):
+                channel = connect_local(address["socket"], self.link.key, seconds=CONNECT_SECONDS)
+            else:
+                channel = connect(address["host"], address["port"], self.link.key)
+            self._channels[holder.keeper] = channel
+        channel = self._channels[holder.keeper]
+        try:
+            channel.send(head, seconds=PART_SECONDS)
+            message = channel.receive(seconds=PART_SECONDS)
+        except OSError:
+            self.drop(holder)
+            raise
+        if message.head.get("is") != "there":
+            raise ChannelError("the keeper no longer has it")
+        return channel, message.head, message.descriptor
+
+    def drop(self, holder: Holder) -> None:
+        """The connection is of no use any more."""
+        if (channel := self._channels.pop(holder.keeper, None)) is not None:
+            channel.close()
+
+
+def _conclude(
+    parts: list[tuple[Address | None, list[dict[str, Any]]]], fits: Callable[[list[About]], list[bool]]
+) -> list[tuple[_Meeting, int]]:
+    """On rank 0: the keepers in the order of ranks, and the snapshots of which everything is there."""
+    keepers: list[Address] = []
+    for address, _ in parts:
+        if address is not None and address not in keepers:
+            keepers.append(address)
+    images: dict[str, dict[int, list[tuple[bool, Holder, About]]]] = {}
+    for address, listed in parts:
+        for one in listed:
+            assert address is not None
+            about = About.from_json(one.get("about"))
+            manifest = one.get("manifest")
+            if not isinstance(manifest, dict) or not re.fullmatch("[0-9a-f]{64}", str(manifest.get("sha256"))):
+                raise ChannelError("a keeper lists an image without its manifest")
+            size = count(manifest, "bytes", below=MAX_MANIFEST_BYTES)
+            holder = Holder(keepers.index(address), size, manifest["sha256"])
+            images.setdefault(about.snapshot, {}).setdefault(about.rank, []).append(
+                (one.get("is_copy") is True, holder, about)
+            )
+    found = []
+    for by_rank in images.values():
+        first = next(iter(by_rank.values()))[0][2]
+        is_one = all(
+            (about.step, about.start, about.run, about.world_size)
+            == (first.step, first.start, first.run, first.world_size)
+            for held in by_rank.values()
+            for _, _, about in held
+        )
+        if is_one and by_rank.keys() == set(range(first.world_size)):
+            ordered = [sorted(by_rank[rank], key=lambda one: one[0]) for rank in range(first.world_size)]
+            found.append(Snapshot(ordered[0][0][2], tuple(tuple(one for _, one, _ in held) for held in ordered)))
+    good = fits([one.about for one in found])
+    found = [one for one, is_good in zip(found, good, strict=True) if is_good]
+    found.sort(key=lambda one: (one.step, one.about.start), reverse=True)
+    missing = sum(address is None for address, _ in parts)
+    meetings = [
+        _Meeting(tuple(keepers), None if address is None else keepers.index(address), tuple(found))
+        for address, _ in parts
+    ]
+    return [(meeting, missing) for meeting in meetings]
+
+
+class SnapshotReader(CheckpointReader):
+    """A :class:`CheckpointReader` of a snapshot: the same checks, the same layouts.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+
+    def __init__(self, memory: Memory, snapshot: Snapshot) -> None:
+        self.url = snapshot.label
+        manifests = [
+            _manifest(memory, snapshot, rank, memory.ordered(holders)) for rank, holders in enumerate(snapshot.holders)
+        ]
+        notes = snapshot.about.notes
+        self._hold(manifests, _MemoryRanges(memory, snapshot, manifests), step=snapshot.step, about=notes)
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+
+def _manifest(memory: Memory, snapshot: Snapshot, rank: int, holders: Sequence[Holder]) -> Manifest:
+    head = {"kind": "read", "what": "manifest", "id": snapshot.about.snapshot, "rank": rank, "start": 0}
+    trouble = ""
+    for holder in holders:
+        try:
+            channel, _, _ = memory.request(holder, {**head, "end": holder.manifest_bytes})
+            data = receive_parts(channel, holder.manifest_bytes)
+            if hashlib.sha256(data).hexdigest() != holder.sha256:
+                raise DamagedError("its manifest is not what it was")
+            return Manifest.from_json(data, rank=rank, world_size=snapshot.about.world_size)
+        except (OSError, DamagedError) as error:
+            memory.drop(holder)
+            trouble = str(error)
+    raise DamagedError(f"{snapshot.label} cannot be read: rank {rank}'s image: {trouble}")
+
+
+class _MemoryRanges(Ranges):
+    """Ranges of images in keepers."""
+
+    def __init__(self, memory: Memory, snapshot: Snapshot, manifests: Sequence[Manifest]) -> None:
+        self._take_manifests(manifests)
+        self._memory, self._snapshot = memory, snapshot
+        self._ranks = {shard_name(one.rank, one.world_size): one.rank for one in manifests}
+        self._maps: dict[int, Marked] = {}  # this node's images, by rank
+
+    def _read_into(self, ranges: Sequence[tuple[str, int, int]], views: Sequence[memoryview]) -> None:
+        by_file: dict[str, list[tuple[int, memoryview]]] = {}
+        for (file, start, end), view in zip(ranges, views, strict=True):
+            size = max(PART_BYTES, self._manifests[file].blocks.block_bytes)
+            by_file.setdefault(file, []).extend(
+                (place, view[place - start : place - start + size]) for place in range(start, end, size)
+            )
+        for file, parts in by_file.items():
+            self._read_file(file, parts)
+
+    def _read_file(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        rank = self._ranks[file]
+        trouble = ""
+        for holder in self._memory.ordered(self._snapshot.holders[rank]):
+            try:
+                if self._memory.is_here(holder):
+                    self._read_here(file, rank, holder, parts)
+                else:
+                    self._read_there(file, rank, holder, parts)
+                return
+            except (OSError, DamagedError) as error:
+                self._memory.drop(holder)
+                trouble = str(error)
+        raise DamagedError(f"rank {rank}'s image: {trouble}")
+
+    def _read_here(self, file: str, rank: int, holder: Holder, parts: Sequence[tuple[int, memoryview]]) -> None:
+        if rank not in self._maps:
+            head = {"kind": "map", "id": self._snapshot.about.snapshot, "rank": rank}
+            _, _, descriptor = self._memory.request(holder, head)
+            if descriptor is None:
+                raise ChannelError("the keeper gave no memory")
+            self._maps[rank] = Marked(descriptor, self._manifests[file].num_bytes)
+        image = self._maps[rank].view
+
+        def read(part: tuple[int, memoryview]) -> None:
+            start, view = part
+            size = max(STEP_BYTES, self._manifests[file].blocks.block_bytes)
+            for place in range(0, len(view), size):  # compared while it is still in the processor's cache
+                step = view[place : place + size]
+                step[:] = image[start + place : start + place + len(step)]
+                self.check(file, start + place, step)
+
+        in_threads(read, parts)
+
+    def _read_there(self, file: str, rank: int, holder: Holder, parts: Sequence[tuple[int, memoryview]]) -> None:
+        head = {"kind": "read", "what": "image", "id": self._snapshot.about.snapshot, "rank": rank}
+        for start, view in parts:
+            channel, _, _ = self._memory.request(holder, {**head, "start": start, "end": start + len(view)})
+            receive_parts_into(channel, view, first=start)
+            self.check(file, start, view)

@@ -1,0 +1,249 @@
+"""Snapshots: the staged state, given to the node's keeper instead of to storage.
+
+A rank has :data:`~elastictrain.checkpoint.held.MAX_OWN` images: two snapshots that are kept, and one that is filled anew.
+Which one that is, all ranks decide alike, by what all of them know to be whole: never the newest snapshot that is whole on
+all ranks (and, where there are several nodes, copied to all buddies), and never the one that is being copied. So at any
+moment, whoever dies, there is a snapshot of which every rank's image is somewhere. A copy is begun when the one before has
+ended; where copies take longer than the interval, the snapshots in between are not copied.
+
+On failure: nothing is raised and training goes on. A snapshot that one rank could not take is of no use on any; it is
+counted, said once, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.held import MAX_OWN, About
+from elastictrain.checkpoint.keeper_link import Address, KeeperLink
+from elastictrain.checkpoint.manifest import tensors_json
+from elastictrain.checkpoint.ranks import Ranks
+from elastictrain.checkpoint.staging import Content, Staged
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose snapshots they are: the run, the job, and the number of this start among all of the run."""
+
+    run: str
+    job: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do at one snapshot.
+
+    Args:
+        copies: it goes to the buddies.
+        durable: an earlier one of this start outlives any one node.
+        protected: earlier ones whose images are not filled anew.
+        ring: all keepers, each the buddy of the one before; None: as it was.
+    """
+
+    snapshot: str
+    copies: bool
+    durable: bool
+    protected: tuple[str, ...]
+    ring: tuple[Address, ...] | None
+
+
+@dataclass(frozen=True)
+class _State:
+    """How far one snapshot of one rank is."""
+
+    snapshot: str
+    is_whole: bool
+    is_copied: bool
+    is_uncopied: bool
+
+
+@dataclass
+class _Kept:
+    snapshot: str
+    step: int
+    arena: Arena
+    is_whole: bool = False
+    is_copied: bool = False
+    is_uncopied: bool = False  # the buddy could not be reached
+
+
+class Snapshots:
+    """Of one generation; takes what is staged, see :class:`~elastictrain.checkpoint.staging.Taker`.
+
+    Args:
+        first: this is the rank that speaks for its node.
+
+    Attributes:
+        num_taken: snapshots that were given to this node's keeper.
+        num_failed: those that were not taken, on this rank.
+        num_uncopied: those that this node's buddy did not get.
+        blocked: seconds that training stood still for the last one.
+    """
+
+    def __init__(self, link: KeeperLink, ranks: Ranks, identity: Identity, *, first: bool) -> None:
+        self._link, self._ranks, self._identity, self._first = link, ranks, identity, first
+        self._kept: list[_Kept] = []  # oldest first
+        self._given: set[int] = set()  # numbers of arenas that the keeper has
+        self._issued: list[str] = []  # rank 0: snapshots in order, those that anybody may still hold
+        self._copying: str | None = None  # rank 0
+        self._ring: tuple[Address, ...] = ()  # rank 0
+        self._marks = 0
+        self._told: set[str] = set()
+        self._started = 0.0
+        self.num_taken = self.num_failed = self.num_uncopied = 0
+        self.blocked = 0.0
+
+    def reached(self, point: str) -> None:
+        """Called as a snapshot passes "room", "staged", "given"; a test's way to interrupt there."""
+
+    def part(self) -> tuple[Address | None, list[_State]]:
+        self._started = time.monotonic()
+        self._hear()
+        if not self._link.open():
+            self._miss(self._link.trouble)
+        address = self._link.address if self._link.is_open else None
+        return address, [_State(k.snapshot, k.is_whole, k.is_copied, k.is_uncopied) for k in self._kept]
+
+    def decide(self, parts: list[tuple[Address | None, list[_State]]]) -> Order | None:
+        ring: list[Address] = []
+        for address, _ in parts:
+            if address is None:
+                return None
+            if address not in ring:
+                ring.append(address)
+        is_new, self._ring = tuple(ring) != self._ring, tuple(ring)
+        has_buddy = len(ring) > 1
+        ranks = [{state.snapshot: state for state in states} for _, states in parts]
+        held = set.union(*map(set, ranks))
+        self._issued = [one for one in self._issued if one in held]
+
+        def is_done(snapshot: str, *, copied: bool) -> bool:
+            states = [states.get(snapshot) for states in ranks]
+            return all(one is not None and (one.is_copied if copied else one.is_whole) for one in states)
+
+        durable = next((one for one in reversed(self._issued) if is_done(one, copied=has_buddy)), None)
+        if self._copying is not None:
+            states = [states.get(self._copying) for states in ranks]
+            if all(one is None or one.is_copied or one.is_uncopied for one in states):
+                self._copying = None
+        copies = has_buddy and self._copying is None
+        protected = tuple(one for one in (durable, self._copying) if one is not None)
+        order = Order(uuid.uuid4().hex, copies, durable is not None, protected, self._ring if is_new else None)
+        self._issued.append(order.snapshot)
+        if copies:
+            self._copying = order.snapshot
+        return order
+
+    def make_room(self, decided: Order) -> None:
+        if decided.ring is not None and self._first and self._link.address in decided.ring:
+            ring = decided.ring
+            buddy = ring[(ring.index(self._link.address) + 1) % len(ring)]
+            where = {"host": buddy["host"], "port": buddy["port"]} if len(ring) > 1 else {"host": None}
+            self._link.try_to_send({"kind": "buddy", **where})
+        if len(self._kept) >= MAX_OWN:
+            victim = next(one for one in self._kept if one.snapshot not in decided.protected)
+            self._kept.remove(victim)
+            self._link.try_to_send({"kind": "drop", "id": victim.snapshot, "rank": self._ranks.rank})
+        self.reached("room")
+
+    def take(self, decided: Order, staged: Staged) -> None:
+        arena, identity = staged.arena, self._identity
+        is_main = self._ranks.rank == 0
+        about = About(
+            decided.snapshot,
+            staged.content.step,
+            identity.start,
+            identity.run,
+            identity.job,
+            self._ranks.rank,
+            self._ranks.world_size,
+            arena.image.num_bytes,
+            staged.content.about if is_main else {},
+        )
+        self._marks += 1
+        said = {"kind": "snapshot", "about": about.to_json(), "image": arena.number, "mark": self._marks}
+        try:
+            self.reached("staged")
+            self._give(arena)
+            arena.mark = self._marks
+            whole = {"whole": decided.durable, "copies": decided.copies}
+            self._link.send({**said, **whole, "values": dict(staged.values)})
+            self._kept.append(_Kept(decided.snapshot, staged.content.step, arena))
+            self.num_taken += 1
+            self._told.discard("keeper")
+            self.reached("given")
+        except Exception as error:
+            self.failed(decided, staged.content, error)
+        self.blocked = time.monotonic() - self._started
+
+    def failed(self, decided: Order, content: Content, error: Exception) -> None:
+        self._miss(f"{type(error).__name__}: {error}")
+
+    def holds(self, arena: Arena) -> bool:
+        return any(one.arena is arena for one in self._kept)
+
+    def forget(self, arena: Arena) -> None:
+        if arena.number in self._given:
+            self._given.remove(arena.number)
+            self._link.try_to_send({"kind": "forget", "image": arena.number})
+
+    def close(self) -> None:
+        """The keeper goes on holding what it has."""
+        self._link.close()
+
+    def left_out(self) -> None:
+        """This one was not taken on any rank, because some rank has no keeper."""
+        if self._link.is_open:
+            self._miss("another node's keeper is not there")
+
+    def _give(self, arena: Arena) -> None:
+        """The memory itself, once."""
+        if arena.number not in self._given:
+            image = {"image": arena.number, "num_bytes": arena.image.num_bytes}
+            tensors = tensors_json(arena.image.pieces)
+            self._link.send({"kind": "image", **image, "tensors": tensors}, descriptor=arena.descriptor)
+            self._given.add(arena.number)
+
+    def _hear(self) -> None:
+        for said in self._link.hear():
+            kept = next((one for one in self._kept if one.snapshot == said.get("id")), None)
+            if said.get("is") == "uncopied":
+                self.num_uncopied += 1
+                self._say_once("copy", f"snapshots are not copied: {said.get('text')}; each later one is tried again")
+            elif said.get("is") == "copied":
+                self._told.discard("copy")
+            if kept is not None:
+                self._note(kept, said)
+        if not self._link.is_open and self._given:  # a keeper that comes anew has nothing
+            self._kept.clear()
+            self._given.clear()
+
+    @staticmethod
+    def _note(kept: _Kept, said: Mapping[str, Any]) -> None:
+        if said["is"] == "whole":
+            kept.is_whole = True
+        elif said["is"] == "copied":
+            kept.is_copied = True
+        elif said["is"] == "uncopied":
+            kept.is_uncopied = True
+
+    def _miss(self, why: str) -> None:
+        self.num_failed += 1
+        self._say_once("keeper", f"no snapshot was taken: {why}; training goes on, and each later one is tried again")
+        if not self._link.is_open:
+            self._kept.clear()
+            self._given.clear()
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("rank %d: %s", self._ranks.rank, text)

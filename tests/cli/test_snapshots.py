@@ -1,0 +1,141 @@
+"""``--snapshot-every`` with real agents, workers and keepers: who dies, and from where training goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from elastictrain import CheckpointConfig, Trainer
+from elastictrain.elastic import rendezvous
+from tests.checkpoint.nodes import is_running, wait_until
+from tests.cli.net_task import Net
+from tests.cli.test_run import Command, logged
+from tests.helpers import free_port
+
+TASK = str(Path(__file__).with_name("dying_task.py"))
+STEPS = 16
+
+
+def command(folder: Path, name: str, how: str, *argv: str) -> Command:
+    """Its output is in a folder of its own."""
+    (folder / name).mkdir()
+    settings = ["--set", f"folder={folder}", "--set", f"how={how}", "--set", "pace=0.01"]
+    options = ["--run-dir", str(folder / "run"), "--max-steps", str(STEPS), "--snapshot-every", "5", "--log-every", "1"]
+    return Command(folder / name, f"{TASK}:Dying", *options, *settings, *argv)
+
+
+def keeper_of(agent: int) -> int | None:
+    """The keeper that the agent has started."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == agent and "keeper_main" in Path(f"/proc/{pid}/cmdline").read_text():
+                return int(pid)
+        except OSError:
+            continue
+    return None
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """By step; those that were done twice came out the same."""
+    found: dict[int, float] = {}
+    for row in logged(run_dir):
+        if "train/loss" in row:
+            assert found.setdefault(row["step"], row["train/loss"]) == pytest.approx(row["train/loss"], rel=1e-5)
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("whole")
+    Trainer(run_dir=str(folder), max_steps=STEPS, log_every=1).fit(Net())
+    return losses(folder)
+
+
+def check(folder: Path, uninterrupted: dict[int, float]) -> None:
+    found = losses(folder / "run")
+    assert sorted(found) == list(range(1, STEPS + 1)), "also what had been logged and not written when it died"
+    assert found == pytest.approx(uninterrupted, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_goes_on_from_memory(tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+    run = command(tmp_path, "one", "worker", "--nproc-per-node", "2")
+    wait_until((tmp_path / "died").exists, seconds=100.0)
+    keeper = keeper_of(run.pid)
+    assert keeper is not None
+    assert run.wait() == 0, run.text
+    assert "resumed: from step 10 (the snapshot of step 10 in memory)" in run.text
+    check(tmp_path, uninterrupted)
+    wait_until(lambda: not is_running(keeper))
+
+
+@pytest.mark.slow
+def test_a_killed_agent_finds_its_keeper_again(tmp_path: Path) -> None:
+    """The same command on fewer ranks. One image has been damaged: the snapshot before is taken, and it is said."""
+    run = command(tmp_path, "one", "agent", "--nproc-per-node", "2")
+    wait_until(lambda: keeper_of(run.pid), seconds=100.0)
+    keeper = keeper_of(run.pid)
+    assert keeper is not None and run.wait() == -signal.SIGKILL
+    assert is_running(keeper)
+    again = command(tmp_path, "two", "agent", "--nproc-per-node", "1")
+    assert again.wait() == 0, again.text
+    assert "note: the snapshot of step 10 in memory is damaged: rank 0's image: shard-00000-of-00002" in again.text
+    assert "; going on from the snapshot of step 5 in memory" in again.text
+    assert "resumed: from step 5 (the snapshot of step 5 in memory)" in again.text
+    assert max(losses(tmp_path / "run")) == STEPS
+    wait_until(lambda: not is_running(keeper))
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_node_gets_its_state_from_its_buddy(
+    tmp_path: Path, uninterrupted: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of a whole agent with its worker and its keeper; it is started again and has nothing of its own."""
+    quick = partial(RendezvousParameters, keep_alive_interval=1, keep_alive_max_attempt=5)
+    monkeypatch.setattr(rendezvous, "RendezvousParameters", quick)  # a dead node is seen in 5 s instead of 15
+    port = free_port()
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    one = command(tmp_path, "one", "node", *meet)
+    wait_until(lambda: _listens(port))  # it keeps the rendezvous, which must outlive the other one
+    monkeypatch.setenv("TEST_NODE", "two")
+    two = command(tmp_path, "two", "node", *meet)
+    wait_until((tmp_path / "died").exists, seconds=100.0)
+    agent, step = map(int, (tmp_path / "died").read_text().split())
+    assert agent == two.pid
+    keeper = keeper_of(two.pid)
+    assert keeper is not None and keeper != keeper_of(one.pid)
+    for pid in (two.pid, keeper):
+        os.kill(pid, signal.SIGKILL)
+    assert two.wait() == -signal.SIGKILL
+    wait_until(lambda: not is_running(keeper))
+    again = command(tmp_path, "again", "node", *meet)
+    assert (one.wait(), again.wait()) == (0, 0), one.text + again.text
+    resumed = re.search(r"resumed: from step (\d+) \(the snapshot of step \1 in memory\)", one.text + again.text)
+    assert resumed is not None and int(resumed[1]) >= step, one.text + again.text
+    check(tmp_path, uninterrupted)
+
+
+def test_without_a_keeper_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"max_steps": 1, "checkpoint": CheckpointConfig(snapshot_every=1)}
+    reasons = {
+        str(tmp_path / "run"): "snapshots are kept by elastictrain run: start it with that",
+        "memory://run-of-snapshots": "memory://run-of-snapshots ends with its process",
+        None: "without a run directory nothing is kept",
+    }
+    for run_dir, reason in reasons.items():
+        Trainer(run_dir=run_dir, **options).fit(Net())
+        assert f"note: snapshot_every=1 does nothing here: {reason}" in " ".join(capsys.readouterr().out.split())
