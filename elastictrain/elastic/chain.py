@@ -48,6 +48,8 @@ class Generation:
         epoch: of the leader that formed it.
         boundary: the step up to which the members of the one before go on, if they all agreed on one; -1: stop at once.
         reason: for people.
+        job: the same as long as one member after another hands it on, and another one once nobody was left.
+        first: the number of the job's first generation.
     """
 
     number: int = 0
@@ -55,6 +57,8 @@ class Generation:
     members: tuple[Member, ...] = ()
     boundary: int = -1
     reason: str = ""
+    job: str = ""
+    first: int = 0
 
     def rank_of(self, node: str) -> int | None:
         """The rank of a node; None: it is no member."""
@@ -63,7 +67,7 @@ class Generation:
     def to_json(self) -> Message:
         members = [member.to_json() for member in self.members]
         return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
-                "reason": self.reason}  # fmt: skip
+                "reason": self.reason, "job": self.job, "first": self.first}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ def generation_from_json(data: Any) -> Generation:
         boundary = data["boundary"]
         if type(boundary) is not int or len({member.node for member in members}) != len(members):
             raise ValueError("boundary or members")
-        return Generation(_count(data["number"]), _count(data["epoch"]), members, boundary, _text(data["reason"]))
+        number, epoch, first = (_count(data[name]) for name in ("number", "epoch", "first"))
+        return Generation(number, epoch, members, boundary, _text(data["reason"]), _text(data["job"]), first)
     except (KeyError, TypeError, ValueError) as error:
         raise ChainError(f"not a generation: {error!r}") from error
 
@@ -177,6 +182,8 @@ def difference(before: Generation, after: Generation) -> Message:
         "come": [one.to_json() for one in after.members if one.node not in old],
         "boundary": after.boundary,
         "reason": after.reason,
+        "job": after.job,
+        "first": after.first,
     }
 
 
@@ -194,7 +201,8 @@ def changed(before: Generation, message: Message) -> Generation:
     gone = set(message["gone"])
     stay = tuple(member for member in before.members if member.node not in gone)
     members = stay + members_from_json(message["come"])
-    return Generation(number, int(message["epoch"]), members, int(message["boundary"]), str(message["reason"]))
+    epoch, boundary, first = (int(message[name]) for name in ("epoch", "boundary", "first"))
+    return Generation(number, epoch, members, boundary, str(message["reason"]), str(message["job"]), first)
 
 
 def _member(data: Any) -> Member:

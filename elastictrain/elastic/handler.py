@@ -56,7 +56,8 @@ class RunRendezvous(GenerationHandler):
     """One node's.
 
     Args:
-        endpoint: a run directory, or ``host:port``.
+        endpoint: a run directory.
+        fixed: the address of the node that leads, in its place.
         run_id: tells jobs at one endpoint apart.
         local_addr: this node's address for the others; None: the one on its way out.
         join_seconds: how long to wait for enough nodes.
@@ -68,10 +69,11 @@ class RunRendezvous(GenerationHandler):
         *,
         run_id: str,
         timing: Timing,
+        fixed: tuple[str, int] | None = None,
         local_addr: str | None = None,
         join_seconds: float = 600.0,
     ) -> None:
-        self.job_id = self._run_id = run_id
+        self._run_id = run_id
         self._join_seconds = join_seconds
         self._current = Generation()
         host = local_addr or own_address()
@@ -85,11 +87,10 @@ class RunRendezvous(GenerationHandler):
             master_listen_fd=store_socket.detach(),
         )
         self._host = host
-        self._node = self._join(endpoint, timing)
+        self._node = self._join(endpoint, fixed, timing)
         self._node.start()
 
-    def _join(self, endpoint: str, timing: Timing) -> RunNode:
-        fixed = _host_and_port(endpoint)
+    def _join(self, endpoint: str, fixed: tuple[str, int] | None, timing: Timing) -> RunNode:
         name = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
         run_log: Log
         if fixed is None:
@@ -158,7 +159,8 @@ class RunRendezvous(GenerationHandler):
             generation = self._wait_for_generation(after, deadline)
             info = self._meet(generation, deadline)
             if info is not None:
-                self._current, self.generation = generation, generation.number
+                self._current, self.job_id = generation, generation.job
+                self.generation = generation.number - generation.first
                 return info
             after = generation.number  # its first member has gone before it was there: there will be another one
             self._node.failed(after)
@@ -221,6 +223,7 @@ def create(parameters: RendezvousParameters) -> RunRendezvous:
         raise UsageError(f"--rdzv-conf: beat={timing.beat:g} and ttl={timing.ttl:g}: a node must get to speak twice")
     return RunRendezvous(
         parameters.endpoint,
+        fixed=_host_and_port(parameters.endpoint),
         run_id=parameters.run_id,
         timing=timing,
         local_addr=parameters.local_addr,

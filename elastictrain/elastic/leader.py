@@ -338,7 +338,12 @@ class Leader:
             self._form(wanted, self.preparing, self._why(here, wanted), out)
 
     def _form(self, wanted: tuple[Member, ...], boundary: int, reason: str, out: list[Decision]) -> None:
-        generation = Generation(self.generation.number + 1, self.epoch, wanted, boundary, reason)
+        old, number = self.generation, self.generation.number + 1
+        if any(one.node in self.nodes for one in old.members):
+            job, first = old.job, old.first
+        else:  # nobody is left who could go on with it
+            job, first = f"{wanted[0].node}/{number}", number
+        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first)
         self._commit(self.entry.with_generation(generation), out)
 
     def _commit(self, entry: Entry, out: list[Decision]) -> None:
