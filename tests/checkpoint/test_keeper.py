@@ -24,6 +24,8 @@ from elastictrain.checkpoint.marked import Marked, make_shared, whole_bytes
 from tests.checkpoint.nodes import KEY, Node, is_running, memory_of, wait_until
 from tests.helpers import begin_fork
 
+pytestmark = pytest.mark.slow  # it starts processes
+
 SECONDS = 20.0
 
 
@@ -232,7 +234,6 @@ def _agent(name: str, told: str, *, command: tuple[str, ...] | None = None) -> i
     return pid
 
 
-@pytest.mark.slow
 def test_a_keeper_outlives_a_killed_agent_and_belongs_to_the_next_one(tmp_path: Path) -> None:
     told, name = tmp_path / "pid", tmp_path.name
     agent = _agent(name, str(told))
@@ -252,7 +253,6 @@ def test_a_keeper_outlives_a_killed_agent_and_belongs_to_the_next_one(tmp_path: 
     wait_until(lambda: not is_running(pid))
 
 
-@pytest.mark.slow
 def test_a_keeper_belongs_first_to_who_has_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another agent that finds its name taken, between the start and the first word of the one that has started it."""
     first, second = KeeperProcess(), KeeperProcess()
@@ -269,7 +269,6 @@ def test_a_keeper_belongs_first_to_who_has_started_it(tmp_path: Path, monkeypatc
     second.end()
 
 
-@pytest.mark.slow
 def test_a_keeper_that_nobody_takes_ends(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     hooked = (sys.executable, "-m", "tests.checkpoint.hooked_keeper", "linger", "0.1", str(tmp_path / "flag"))

