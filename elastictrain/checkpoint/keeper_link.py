@@ -46,7 +46,7 @@ class KeeperLink:
     def is_open(self) -> bool:
         return self._channel is not None
 
-    def open(self) -> bool:
+    def open(self, *, seconds: float = CONNECT_SECONDS) -> bool:
         """Try, if it is not open; is it now?"""
         if self._channel is None and time.monotonic() >= self._next:
             self.address = self._find()
@@ -54,7 +54,7 @@ class KeeperLink:
                 self.trouble = "this node has no keeper"
             else:
                 try:
-                    self._channel = connect_local(self.address["socket"], self._key, seconds=CONNECT_SECONDS)
+                    self._channel = connect_local(self.address["socket"], self._key, seconds=seconds)
                     self._pause, self.trouble = 0.0, ""
                 except OSError as error:
                     self.trouble = f"this node's keeper does not answer ({error})"
@@ -82,12 +82,12 @@ class KeeperLink:
         except OSError:
             pass
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, *, seconds: float = SEND_SECONDS) -> dict[str, Any]:
         """The one thing that it says when it was asked; empty where it says nothing, and the link is closed then."""
         if self._channel is None:
             return {}
         try:
-            return self._channel.receive(seconds=SEND_SECONDS).head
+            return self._channel.receive(seconds=seconds).head
         except OSError as error:
             self._lost(error)
             return {}

@@ -25,12 +25,13 @@ from elastictrain.checkpoint.keeper_process import connect_local
 from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name
 from elastictrain.checkpoint.marked import Marked
 from elastictrain.checkpoint.ranges import PART_BYTES, STEP_BYTES, Ranges
-from elastictrain.checkpoint.ranks import Ranks
+from elastictrain.checkpoint.ranks import Ranks, RoundFailed
 from elastictrain.checkpoint.reader import CheckpointReader
 from elastictrain.checkpoint.snapshots import Identity, Snapshots
 from elastictrain.checkpoint.threads import in_threads
 
 START_SECONDS = 20.0  # for the agent to start a keeper
+MEET_SECONDS = 30.0  # for a keeper to answer a start; nothing trains meanwhile, and all progress may depend on it
 CONNECT_SECONDS = 5.0
 
 
@@ -75,7 +76,7 @@ class Memory:
         find: where it is, waiting so many seconds for it.
 
     Attributes:
-        link: to this node's keeper.
+        link: to this node's keeper, whether or not it is open; on all ranks, or, before they have met, on none.
         num_keepers: of all nodes together, once met.
         missing: nodes without one.
     """
@@ -107,20 +108,28 @@ class Memory:
             RoundFailed: on every rank: some rank has no key.
         """
 
-        def look() -> tuple[Address | None, list[dict[str, Any]]]:
-            secret = key()
-            if self._first and not self._ask(secret):
-                return None, []
-            self.link = KeeperLink(lambda: self._find(0.0), secret)
-            self._find(START_SECONDS)
-            listed: list[dict[str, Any]] = []
-            if self.link.open() and self._first:
-                self.link.try_to_send({"kind": "list"})
-                listed = self.link.answer().get("held", [])
-            return self.link.address if self.link.is_open else None, listed
+        link: KeeperLink | None = None
 
-        met = self._ranks.round(look, lambda parts: _conclude(parts, fits))
-        self._meeting, self.missing = met
+        def look() -> tuple[Address | None, list[dict[str, Any]]]:
+            nonlocal link
+            secret = key()
+            is_there = not self._first or self._ask(secret)
+            link = KeeperLink(lambda: self._find(0.0), secret)
+            if is_there:
+                self._find(START_SECONDS)
+            listed: list[dict[str, Any]] = []
+            if link.open(seconds=MEET_SECONDS) and self._first:
+                link.try_to_send({"kind": "list"})
+                listed = link.answer(seconds=MEET_SECONDS).get("held", [])
+            return link.address if link.is_open else None, listed
+
+        try:
+            self._meeting, self.missing = self._ranks.round(look, lambda parts: _conclude(parts, fits))
+        except RoundFailed:  # on every rank: then no rank has a link, whichever of them it was that failed
+            if link is not None:
+                link.close()
+            raise
+        self.link = link
         return list(self._meeting.snapshots)
 
     def open(self, snapshot: Snapshot) -> SnapshotReader:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import Shard
 
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
 from elastictrain.checkpoint.arena import Arena
-from tests.checkpoint.nodes import Node, is_running, meet, memory_of, snapshot, taking, wait_until
+from elastictrain.checkpoint.memory import Memory
+from elastictrain.checkpoint.ranks import Ranks, RoundFailed
+from tests.checkpoint.nodes import KEY, Node, is_running, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import run_ranks
 
@@ -102,6 +104,25 @@ def test_a_node_that_dies_with_its_keeper_costs_nothing(two_nodes: list[Node], t
         assert copied in run_ranks(_restore, 3, [one.address, one.address, again.address], copied, timeout=120)[2]
     finally:
         again.end()
+
+
+def test_one_rank_that_cannot_meet_means_that_none_has(node: Node) -> None:
+    """Whether snapshots are taken is decided by all ranks alike: taking one is a collective."""
+
+    def try_to_meet(rank: int, world_size: int) -> bool:
+        dist.init_process_group("gloo")
+
+        def key() -> bytes:
+            if rank == 1:
+                raise OSError("no token here")
+            return KEY
+
+        memory = Memory(Ranks(rank, world_size), first=rank == 0, ask=lambda key: True, find=lambda _: node.address)
+        with pytest.raises(RoundFailed, match="rank 1: no token here"):
+            memory.meet(key, lambda abouts: [True] * len(abouts))
+        return memory.link is not None
+
+    assert run_ranks(try_to_meet, 2) == [False, False]
 
 
 # ---- what is held ---------------------------------------------------------------------------------------------------
