@@ -12,10 +12,21 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
+import uuid
 
 from elastictrain.rundir import RunDir
 
 MAX_SMALL_BYTES = 1 << 28  # of a manifest, a COMMIT or a lease: none comes near
+# Whose drivers create on condition: an S3 If-None-Match, a generation of 0, a put that does not overwrite.
+EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+NEW = ".new-"  # begins the name of a local file that is not whole yet
+_NO_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # what a file system says without
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write to a full disk says
 
 
@@ -95,6 +106,74 @@ def put_once(run_dir: RunDir, path: str, data: bytes) -> None:
             put(run_dir, path, data)
         elif read_whole(run_dir, path) != data:  # the first try went through and its answer was lost
             raise FileExistsError(errno.EEXIST, f"there is another {posixpath.basename(path)}", path) from error
+
+
+def create_first(run_dir: RunDir, path: str, data: bytes, *, mode: int = 0o666, must_be_first: bool = True) -> None:
+    """Create one whole small object; of all who do it at the same moment, one succeeds, and nobody ever reads a part of it.
+
+    Locally that is a hard link to a whole file, on object stores a conditional put, whose answer may be lost: then the
+    object is there and is what was written.
+
+    Args:
+        mode: of a local file, less the umask.
+        must_be_first: False where one process writes and storage that cannot say who was first is good enough.
+
+    Raises:
+        FileExistsError: it is there.
+        OSError: the storage cannot do it, or its own reasons.
+    """
+    if run_dir.is_local:
+        _link(run_dir.join(path), data, mode=mode, must_be_first=must_be_first)
+        return
+    try:
+        if not must_be_first and not is_exclusive(run_dir):
+            put(run_dir, path, data)
+        else:
+            run_dir.fs.pipe_file(run_dir.join(path), data, mode="create")
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if "PreconditionFailed" in str(error) or error.errno == errno.EEXIST:
+            raise FileExistsError(errno.EEXIST, "it is there", path) from error
+        if must_be_first or not ("NotImplemented" in str(error) or "501" in str(error)):
+            raise
+        put(run_dir, path, data)  # a store without conditions
+
+
+def is_exclusive(run_dir: RunDir) -> bool:
+    """May :func:`create_first` work there? A single store can be without conditions all the same."""
+    protocols = run_dir.fs.protocol
+    names = (protocols,) if isinstance(protocols, str) else protocols
+    return run_dir.is_local or not set(EXCLUSIVE).isdisjoint(names)
+
+
+def _link(path: str, data: bytes, *, mode: int, must_be_first: bool) -> None:
+    """``open("x")`` would show others an empty file for a while; a link shows a whole one, over NFS too."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    new = os.path.join(folder, f"{NEW}{uuid.uuid4().hex}")
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            if os.stat(new).st_nlink != 2:  # NFS: the answer to a link that was made may be lost
+                raise
+        except OSError as error:
+            if must_be_first or error.errno not in _NO_LINKS:
+                raise
+            os.replace(new, path)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    finally:
+        if os.path.exists(new):
+            os.unlink(new)
 
 
 def is_s3(run_dir: RunDir) -> bool:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 
-from elastictrain.checkpoint.storage import put_once, read_whole
+from elastictrain.checkpoint.storage import create_first, read_whole
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
@@ -29,20 +29,14 @@ def has_token(run_dir: RunDir) -> bool:
 
 
 def make_token(run_dir: RunDir) -> None:
-    """See to it that there is one; for one process of a run."""
-    if VARIABLE in os.environ:
+    """See to it that there is one, the same for all who do this at the same moment.
+
+    Where storage cannot say who was first, one process of a run may call it; :meth:`elastic.runlog.RunLog.probe` tells.
+    """
+    if has_token(run_dir):
         return
-    made = secrets.token_hex(32).encode()
     try:
-        if run_dir.is_local:
-            os.makedirs(run_dir.path, exist_ok=True)
-            descriptor = os.open(run_dir.join(NAME), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(made)
-                file.flush()
-                os.fsync(file.fileno())
-        elif not run_dir.exists(NAME):
-            put_once(run_dir, NAME, made)
+        create_first(run_dir, NAME, secrets.token_hex(32).encode(), mode=0o600, must_be_first=False)
     except FileExistsError:
         pass
 

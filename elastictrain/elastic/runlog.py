@@ -14,11 +14,11 @@ the storage's own error, after which the entry may be there or not, or come yet.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import json
 import os
+import posixpath
 import re
 import secrets
 import time
@@ -26,14 +26,13 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from elastictrain.checkpoint.storage import NEW, create_first, is_exclusive
 from elastictrain.elastic.chain import ChainError, Entry, Member, entry_from_json
 from elastictrain.errors import ElasticTrainError, UsageError
 from elastictrain.rundir import RunDir, first_line
 
 FOLDER = "log"
 KEEP = 64  # entries
-# Whose drivers create on condition: an S3 If-None-Match, a generation of 0, a put that does not overwrite.
-EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 REMEDY = (
     "name the node that leads by --rdzv-endpoint HOST:PORT, or use a local or shared disk, or an object store that can"
 )
@@ -95,7 +94,7 @@ class RunLog:
                 if _NAME.fullmatch(name):
                     if int(name) < index - KEEP:
                         self._run_dir.fs.rm_file(path)
-                elif name.startswith(".new-") and time.time() - os.stat(path).st_mtime > _STALE_SECONDS:
+                elif name.startswith(NEW) and time.time() - os.stat(path).st_mtime > _STALE_SECONDS:
                     os.unlink(path)  # on a disk, of a writer that was killed
             except Exception:  # noqa: S112 - another time
                 continue
@@ -107,18 +106,18 @@ class RunLog:
             UsageError: it cannot, with the remedy; or it cannot be written.
         """
         where = f"run directory {self._run_dir}"
-        protocols = self._run_dir.fs.protocol
-        names = (protocols,) if isinstance(protocols, str) else tuple(protocols)
-        if not self._run_dir.is_local and not set(names) & set(EXCLUSIVE):
-            raise UsageError(f"{where}: {names[0]}:// cannot create a file only if it is not there: {REMEDY}")
+        if not is_exclusive(self._run_dir):
+            protocol = self._run_dir.fs.protocol
+            scheme = protocol if isinstance(protocol, str) else protocol[0]
+            raise UsageError(f"{where}: {scheme}:// cannot create a file only if it is not there: {REMEDY}")
         name = f"probe-{uuid.uuid4().hex}"
         try:
             self._put(name, b"1")
             try:
                 self._put(name, b"2")
-                is_exclusive = False
+                overwrites = True
             except FileExistsError:
-                is_exclusive = True
+                overwrites = False
         except Exception as error:
             text = f"{where}: this storage cannot create a file only if it is not there ({first_line(error)}): {REMEDY}"
             raise UsageError(text) from error
@@ -127,7 +126,7 @@ class RunLog:
                 self._run_dir.fs.rm_file(self._run_dir.join(self._folder, name))
             except Exception:  # noqa: S110 - it was never written
                 pass
-        if not is_exclusive:
+        if overwrites:
             raise UsageError(f"{where}: this storage overwrites what it was asked to create: {REMEDY}")
 
     # ---- objects -----------------------------------------------------------------------------------------------------
@@ -136,45 +135,7 @@ class RunLog:
         return max((int(name) for name in self._run_dir.names(self._folder) if _NAME.fullmatch(name)), default=0)
 
     def _put(self, name: str, data: bytes) -> None:
-        """Create one whole object.
-
-        Raises:
-            FileExistsError: it is there.
-        """
-        if self._run_dir.is_local:
-            self._link(self._run_dir.join(self._folder, name), data)
-            return
-        try:
-            self._run_dir.fs.pipe_file(self._run_dir.join(self._folder, name), data, mode="create")
-        except FileExistsError:
-            raise
-        except OSError as error:
-            if "PreconditionFailed" in str(error) or error.errno == errno.EEXIST:
-                raise FileExistsError(errno.EEXIST, "it is there", name) from error
-            raise
-
-    def _link(self, path: str, data: bytes) -> None:
-        """``open("x")`` would show others an empty file for a while; a link shows a whole one, over NFS too."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        new = os.path.join(os.path.dirname(path), f".new-{uuid.uuid4().hex}")
-        try:
-            with open(new, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(new, path)
-            except FileExistsError:
-                if os.stat(new).st_nlink != 2:  # NFS: the answer to a link that was made may be lost
-                    raise
-            folder = os.open(os.path.dirname(path), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        finally:
-            if os.path.exists(new):
-                os.unlink(new)
+        create_first(self._run_dir, posixpath.join(self._folder, name), data)
 
     # ---- entries -----------------------------------------------------------------------------------------------------
 
