@@ -20,15 +20,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 MAGIC = b"elastictrain 1\n\0"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -36,6 +38,7 @@ HELLO_BYTES = len(MAGIC) + NONCE_BYTES  # what the side that connects says first
 HANDSHAKE_SECONDS = 5.0
 MAX_HEAD_BYTES = 64 << 20
 MAX_BODY_BYTES = 4 << 20
+T = TypeVar("T")
 _LENGTHS = struct.Struct(">II")
 
 
@@ -129,7 +132,7 @@ class Seal:
 class Channel:
     """One side of a connection whose other side has proved to have the key. Make one by :meth:`connect` or :meth:`accept`.
 
-    Several threads may send; one receives.
+    Several threads may send while one receives; each call's limit is its own. The socket does not block from then on.
     """
 
     def __init__(self, connection: socket.socket, *, key: bytes, role: str, nonces: bytes) -> None:
@@ -145,6 +148,7 @@ class Channel:
         Raises:
             RefusedError: the other side has not proved to have the key.
         """
+        connection.setblocking(False)
         deadline = time.monotonic() + seconds
         mine = secrets.token_bytes(NONCE_BYTES)
         _send_by(connection, MAGIC + mine, deadline)
@@ -165,6 +169,7 @@ class Channel:
         Raises:
             RefusedError: the other side has not proved to have the key; it was told nothing.
         """
+        connection.setblocking(False)
         deadline = time.monotonic() + seconds
         hello = _receive_by(connection, HELLO_BYTES, deadline)
         if hello[: len(MAGIC)] != MAGIC:
@@ -196,14 +201,18 @@ class Channel:
         """
         start = memoryview(packed(json.dumps(head, separators=(",", ":")).encode(), num_body=len(body)))
         with self._sending:
+            deadline = None if seconds is None else time.monotonic() + seconds
             mac = self._seal.mac_of(start, body)
-            self._connection.settimeout(seconds)
             if descriptor is not None:
-                start = start[socket.send_fds(self._connection, [start[:1]], [descriptor]) :]
-            self._connection.sendall(start)
-            if body:
-                self._connection.sendall(body)
-            self._connection.sendall(mac)
+                sent = _until_done(
+                    lambda: socket.send_fds(self._connection, [start[:1]], [descriptor]),
+                    self._connection,
+                    select.POLLOUT,
+                    deadline,
+                )
+                start = start[sent:]
+            for part in (start, body, mac):
+                _send_by(self._connection, part, deadline)
 
     def receive(self, *, seconds: float | None = None, into: memoryview | None = None) -> Message:
         """The next frame.
@@ -237,11 +246,15 @@ class Channel:
             raise
         return Message(head, body, descriptors[0] if descriptors else None)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Nothing comes or goes any more; whoever receives in another thread learns it. :meth:`close` is still to come."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)  # a forked process may have inherited it
         except OSError:
             pass
+
+    def close(self) -> None:
+        self.hang_up()
         self._connection.close()
 
     def _receive_lengths(self, deadline: float | None) -> tuple[bytes, Sequence[int]]:
@@ -250,8 +263,13 @@ class Channel:
         data, descriptors = b"", list[int]()
         try:
             while len(data) < _LENGTHS.size:
-                _set_timeout(self._connection, deadline)
-                more, found, _, _ = socket.recv_fds(self._connection, _LENGTHS.size - len(data), 4)
+                num_left = _LENGTHS.size - len(data)
+                more, found, _, _ = _until_done(
+                    lambda num_left=num_left: socket.recv_fds(self._connection, num_left, 4),  # type: ignore[misc]
+                    self._connection,
+                    select.POLLIN,
+                    deadline,
+                )
                 descriptors += found
                 if not more:
                     raise GoneError("the other side has gone")
@@ -272,16 +290,24 @@ def _mac(key: bytes, what: str, data: bytes) -> bytes:
     return hmac.digest(key, b"elastictrain " + what.encode() + b"\0" + data, "sha256")
 
 
-def _set_timeout(connection: socket.socket, deadline: float | None) -> None:
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        raise TimeoutError("the other side takes too long")
-    connection.settimeout(left)
+def _until_done(action: Callable[[], T], connection: socket.socket, event: int, deadline: float | None) -> T:
+    """``action()``, as soon as it need not wait. The socket's own timeout is not used: threads would share it."""
+    while True:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("the other side takes too long")
+        try:
+            return action()
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(connection, event)
+            ready.poll(None if left is None else math.ceil(1000 * left))
 
 
-def _send_by(connection: socket.socket, data: bytes, deadline: float) -> None:
-    _set_timeout(connection, deadline)
-    connection.sendall(data)
+def _send_by(connection: socket.socket, data: bytes | memoryview, deadline: float | None) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[_until_done(lambda view=view: connection.send(view), connection, select.POLLOUT, deadline) :]  # type: ignore[misc]
 
 
 def _receive_by(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
@@ -292,8 +318,7 @@ def _receive_by(connection: socket.socket, num_bytes: int, deadline: float | Non
 
 def _receive_into(connection: socket.socket, view: memoryview, deadline: float | None) -> None:
     while view:
-        _set_timeout(connection, deadline)
-        got = connection.recv_into(view)
+        got = _until_done(lambda view=view: connection.recv_into(view), connection, select.POLLIN, deadline)  # type: ignore[misc]
         if not got:
             raise GoneError("the other side has gone")
         view = view[got:]

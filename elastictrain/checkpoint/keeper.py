@@ -206,8 +206,8 @@ class _Conversation:
     def _tell(self, said: Mapping[str, Any]) -> None:
         try:
             self._channel.send(said, seconds=TELL_SECONDS)
-        except OSError:  # the worker has gone
-            pass
+        except OSError:  # the worker has gone, or does not listen: half a frame cannot be taken back
+            self._channel.hang_up()
 
     def _drop(self, message: Message) -> None:
         snapshot, rank = text(message.head, "id"), count(message.head, "rank")

@@ -108,8 +108,11 @@ class Snapshots:
     def part(self) -> tuple[Address | None, list[_State]]:
         self._started = time.monotonic()
         self._hear()
+        was_open = self._link.is_open
         if not self._link.open():
             self._miss(self._link.trouble)
+        elif not was_open:
+            self._meet_again()
         address = self._link.address if self._link.is_open else None
         return address, [_State(k.snapshot, k.is_whole, k.is_copied, k.is_uncopied) for k in self._kept]
 
@@ -223,9 +226,23 @@ class Snapshots:
                 self._told.discard("copy")
             if kept is not None:
                 self._note(kept, said)
-        if not self._link.is_open and self._given:  # a keeper that comes anew has nothing
-            self._kept.clear()
-            self._given.clear()
+
+    def _meet_again(self) -> None:
+        """The link was lost, and is there again: a keeper that has lived on still holds snapshots, a new one does not.
+
+        Until that is known, no memory that it may hold is filled anew.
+        """
+        self._given.clear()
+        if not self._kept:
+            return
+        self._link.try_to_send({"kind": "list"})
+        listed = self._link.answer().get("held", [])
+        if self._link.is_open:
+            own = [one["about"] for one in listed if not one["is_copy"]]
+            whole = {one["snapshot"] for one in own if one["rank"] == self._ranks.rank}
+            self._kept = [one for one in self._kept if one.snapshot in whole]
+        for one in self._kept:  # what it would have said of them is lost
+            one.is_whole, one.is_uncopied = True, not one.is_copied
 
     @staticmethod
     def _note(kept: _Kept, said: Mapping[str, Any]) -> None:
@@ -239,9 +256,6 @@ class Snapshots:
     def _miss(self, why: str) -> None:
         self.num_failed += 1
         self._say_once("keeper", f"no snapshot was taken: {why}; training goes on, and each later one is tried again")
-        if not self._link.is_open:
-            self._kept.clear()
-            self._given.clear()
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._told:

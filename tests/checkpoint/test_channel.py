@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import tracemalloc
@@ -251,3 +252,44 @@ def test_descriptors_of_bad_frames_are_closed() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
     for one in pair:
         one.close()
+
+
+class Interrupted(socket.socket):
+    """Lets something happen right before each time that something is received."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def recvmsg(self, *arguments: Any) -> Any:
+        self.before()
+        return super().recvmsg(*arguments)
+
+
+def test_a_limit_for_sending_is_none_for_receiving(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """One thread waits for as long as it takes; another one sends on the same channel meanwhile, with a small limit."""
+    interrupted = Interrupted(fileno=sockets[1].detach())
+    client, server = channels((sockets[0], interrupted))
+
+    def send() -> None:
+        sender = threading.Thread(target=lambda: server.send({"is": "sent"}, seconds=0.05))
+        sender.start()
+        sender.join(SECONDS)
+
+    def other_side() -> dict[str, Any]:
+        head = client.receive(seconds=SECONDS).head
+        quiet = select.poll()  # nobody speaks for longer than the limit, which is not the receiver's
+        quiet.register(interrupted, select.POLLHUP)
+        quiet.poll(200)
+        client.send({"late": True}, seconds=SECONDS)
+        return head
+
+    interrupted.before = send  # type: ignore[method-assign]
+    received, sent = together(lambda: server.receive().head, other_side)
+    assert (received, sent) == ({"late": True}, {"is": "sent"})
+    interrupted.close()
+
+
+def test_sending_to_who_does_not_read_ends_in_time(sockets: tuple[socket.socket, socket.socket]) -> None:
+    client, _ = channels(sockets)
+    with pytest.raises(TimeoutError):
+        while True:
+            client.send({}, bytes(1 << 20), seconds=0.05)

@@ -293,6 +293,23 @@ def test_training_goes_on_without_its_keeper_and_takes_the_next_one(
     again.end()
 
 
+def test_a_lost_link_to_a_keeper_that_lives_costs_nothing(node: Node, tmp_path: Path) -> None:
+    """What the keeper holds goes on being known, so that the newest of them is not filled anew."""
+    checkpoints = taking(str(tmp_path), node.address)
+    taken, state = checkpoints.snapshots, {"w": torch.zeros(100)}
+    assert taken is not None
+    for step in (10, 20, 30):
+        snapshot(checkpoints, step, state)
+        _wait_whole(checkpoints, node, step)
+        taken._link.close()
+    taken.reached = lambda point: held.append(node.steps())  # type: ignore[method-assign]
+    held = list[list[int]]()
+    snapshot(checkpoints, 40, state)
+    assert held[-1][:2] == [20, 30] and all(30 in steps for steps in held)
+    _wait_whole(checkpoints, node, 40)
+    assert node.steps() == [20, 30, 40] and taken.num_failed == 0
+
+
 def test_a_buddy_out_of_reach_costs_copies_and_no_snapshot(two_nodes: list[Node], tmp_path: Path) -> None:
     addresses = [{**two_nodes[0].address, "port": 1}, two_nodes[1].address]  # nobody listens there
 
