@@ -90,6 +90,10 @@ class KeeperProcess:
                 pass
         self._let_go()
 
+    def leave(self) -> None:
+        """It goes on without this process, for as long as it waits for another one."""
+        self._let_go()
+
     def _let_go(self) -> None:
         if self._channel is not None:
             self._channel.close()

@@ -164,11 +164,14 @@ class Agent(SimpleElasticAgent):
         """Run to the end: finished, failed, or stopped."""
         self._private = PrivateDir()
         before = self._install_handlers()
+        code = EXIT_FAILED
         try:
             if self.run() is None:  # torch swallows RendezvousGracefulExitError
                 return Outcome(EXIT_FAILED, self._furthest, message=TOO_MANY_NODES)
-            return Outcome(EXIT_FINISHED, self._furthest)
+            code = EXIT_FINISHED
+            return Outcome(code, self._furthest)
         except _End as end:
+            code = end.outcome.code
             return end.outcome
         except _Interrupted:
             number = self._signals[0][0]
@@ -178,7 +181,7 @@ class Agent(SimpleElasticAgent):
             return Outcome(EXIT_FAILED, self._furthest, message=trouble_of(error))
         finally:
             self._end_generation()
-            self._keepers.end()
+            self._keepers.end(is_over=code != EXIT_FAILED)
             try:
                 self._handler.shutdown()
             except Exception:  # noqa: S110 - the store may have gone with its host; nothing depends on it any more

@@ -1,26 +1,29 @@
 """The agent's care for the node's keeper of snapshots: from when a worker first asks for one, there is one.
 
 A worker writes what it wants (the run's key and a name) beside its assignment and sets a word of its cell; the agent's loop
-sees the word, starts a keeper or takes over the one that a killed agent has left, and writes where it is. Should the keeper
-die, the loop starts another one. With the agent's orderly end the keeper ends too.
+sees the word, and a thread starts a keeper or takes over the one that a killed agent has left, and writes where it is. Should
+the keeper die, another one is started. Where the run is over, so is the keeper; an agent that fails leaves it, because its
+copies may be what is left of another node, and whoever starts the run again takes it over.
 
 On failure: a keeper that cannot be had is said once, with the reason, and looked for again every few seconds; workers train
-without.
+without. The agent's loop waits for none of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from elastictrain.checkpoint.keeper_process import KeeperProcess
 from elastictrain.elastic.cells import Cells
 from elastictrain.elastic.membership import ANSWER, REQUEST, write_whole
 
 PAUSE = 5.0  # seconds between two tries
+END_SECONDS = 5.0  # that a try may still take when the agent ends; a keeper that nobody takes ends by itself
 
 
 class Keepers:
@@ -34,28 +37,40 @@ class Keepers:
     def __init__(self, host: str | None, say: Callable[[str], None]) -> None:
         self._host, self._say = host, say
         self._process = KeeperProcess()
+        self._trying: threading.Thread | None = None
         self._next = 0.0
         self._is_told = False
 
     def tick(self, cells: Cells, folder: str) -> None:
         """A look from the agent's loop; ``folder`` is this generation's."""
-        if not cells.wants_keeper():
+        if not cells.wants_keeper() or (self._trying is not None and self._trying.is_alive()):
             return
         answer = os.path.join(folder, ANSWER)
         if time.monotonic() < self._next or (self._process.is_alive and os.path.exists(answer)):
             return
+        self._trying = threading.Thread(target=self._try, args=(folder, answer), name="keepers", daemon=True)
+        self._trying.start()
+
+    def _try(self, folder: str, answer: str) -> None:
         try:
             with open(os.path.join(folder, REQUEST), encoding="utf-8") as file:
                 wanted = json.load(file)
-            found: dict[str, Any] = self._process.ensure(bytes.fromhex(wanted["key"]), wanted["name"], host=self._host)
+            write_whole(answer, self._process.ensure(bytes.fromhex(wanted["key"]), wanted["name"], host=self._host))
         except OSError as error:
-            found = {"socket": None}
             self._next = time.monotonic() + PAUSE
+            if not os.path.isdir(folder):  # the generation is over
+                return
             if not self._is_told:
                 self._say(f"this node has no keeper of snapshots ({error}); looking again every {PAUSE:g} s")
                 self._is_told = True
-        write_whole(answer, found)
+            with contextlib.suppress(OSError):  # nobody is left who would read it, or the disk is full
+                write_whole(answer, {"socket": None})
 
-    def end(self) -> None:
-        """The agent ends in good order."""
-        self._process.end()
+    def end(self, *, is_over: bool) -> None:
+        """The agent ends, and the run with it, or the keeper stays for whoever starts it again."""
+        if self._trying is not None:
+            self._trying.join(END_SECONDS)
+        if is_over:
+            self._process.end()
+        else:
+            self._process.leave()

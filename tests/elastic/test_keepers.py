@@ -1,0 +1,114 @@
+"""The agent's care for its keeper: it waits for nothing, and ends the keeper only with the run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from elastictrain.elastic import agent as agents
+from elastictrain.elastic.agent import Agent, AgentConfig, Outcome
+from elastictrain.elastic.keepers import Keepers
+from elastictrain.elastic.membership import ANSWER, REQUEST, write_whole
+
+SECONDS = 60.0
+
+
+class Cells:
+    def wants_keeper(self) -> bool:
+        return True
+
+
+class SlowProcess:
+    """A keeper that takes its time."""
+
+    def __init__(self) -> None:
+        self.may_come = threading.Event()
+        self.is_alive = False
+        self.said = list[str]()
+
+    def ensure(self, key: bytes, name: str, *, host: str | None) -> dict[str, Any]:
+        assert self.may_come.wait(SECONDS)
+        self.is_alive = True
+        return {"socket": name, "host": host, "port": None}
+
+    def end(self) -> None:
+        self.said.append("end")
+
+    def leave(self) -> None:
+        self.said.append("leave")
+
+
+def tended(folder: Path) -> tuple[Keepers, SlowProcess, list[str]]:
+    lines = list[str]()
+    keepers, process = Keepers(None, lines.append), SlowProcess()
+    keepers._process = process  # type: ignore[assignment]
+    write_whole(str(folder / REQUEST), {"key": "00" * 32, "name": "a name"})
+    return keepers, process, lines
+
+
+def test_the_agents_loop_waits_for_no_keeper(tmp_path: Path) -> None:
+    keepers, process, lines = tended(tmp_path)
+    for _ in range(3):
+        keepers.tick(Cells(), str(tmp_path))  # type: ignore[arg-type]
+    assert not (tmp_path / ANSWER).exists()
+    process.may_come.set()
+    assert keepers._trying is not None
+    keepers._trying.join(SECONDS)
+    assert json.loads((tmp_path / ANSWER).read_text())["socket"] == "a name"
+    assert lines == []
+
+
+def test_a_generation_that_is_over_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "generation-0"
+    folder.mkdir()
+    keepers, process, lines = tended(folder)
+    keepers.tick(Cells(), str(folder))  # type: ignore[arg-type]
+    (folder / REQUEST).rename(tmp_path / "gone")
+    folder.rmdir()
+    process.may_come.set()
+    keepers.end(is_over=True)
+    assert keepers._trying is not None and not keepers._trying.is_alive()
+    assert lines == [] and process.said == ["end"]
+
+
+def _raises(error: BaseException) -> Any:
+    def run(agent: Agent) -> Any:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "said"),
+    [
+        (lambda agent: object(), 0, "end"),
+        (_raises(agents._End(Outcome(75, 3))), 75, "end"),
+        (_raises(agents._End(Outcome(2, 3))), 2, "end"),
+        (_raises(agents._End(Outcome(130, 3))), 130, "end"),
+        (_raises(agents._End(Outcome(1, 3))), 1, "leave"),
+        (_raises(RendezvousConnectionError("its node has died")), 1, "leave"),
+        (lambda agent: None, 1, "leave"),
+    ],
+    ids=["finished", "preempted", "usage", "interrupted", "failed", "rendezvous", "refused"],
+)
+def test_a_keeper_ends_with_the_run_and_not_with_an_agent_that_fails(
+    run: Any, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies that it holds may be all that is left of another node."""
+
+    class Rendezvous:
+        address = None
+
+        def shutdown(self) -> None:
+            pass
+
+    monkeypatch.setattr(Agent, "run", run)
+    agent = Agent(AgentConfig(["true"]), Rendezvous())  # type: ignore[arg-type]
+    agent._keepers._process = process = SlowProcess()  # type: ignore[assignment]
+    assert agent.train().code == code
+    assert process.said == [said]
