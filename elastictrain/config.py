@@ -213,9 +213,10 @@ class CheckpointConfig:
             process of its own on each node, with a copy on another node, so that a restart after a failure loses less
             than storage could keep. Needs ``elastictrain run`` and a run directory. None: no snapshots.
         at_end: save when training ends.
-        on_exception: save the last finished step when an exception ends training, where its state is still whole and all
-            ranks have raised it. Off, because the next start goes on from the newest checkpoint: a state in which training
-            has just failed may fail there again, where an older one would not.
+        on_exception: save the last finished step when an exception ends training, where its state is still whole, all
+            ranks have raised it, and no exchange of the step can be under way between them. Off, because the next start
+            goes on from the newest checkpoint: a state in which training has just failed may fail there again, where an
+            older one would not.
         keep_last: keep the newest so many committed checkpoints and delete older ones after a commit; None keeps all.
         keep_every: besides those, keep those whose step is a multiple of this.
         keep_best: besides those, keep the best so many by ``best_metric``, a logged value such as "val/loss".

@@ -338,9 +338,14 @@ class FitLoop:
 
     def rescue(self, error: Exception) -> None:
         """``error`` has ended training: save the last finished step, if that is asked for and can be. Never raises."""
-        if self._manager is not None and self._session.settings.checkpoint.on_exception:
-            with self.reporter.pausing("checkpoint"):
-                rescue(self._session, self._manager, error, saved_step=self._saved_step, content=self._content)
+        if self._manager is None or not self._session.settings.checkpoint.on_exception:
+            return
+        with self.reporter.pausing("checkpoint"):
+            saved = rescue(self._session, self._manager, error, saved_step=self._saved_step, content=self._content)
+        try:
+            self._tell(saved)
+        except Exception as another:  # the first error is the one that counts
+            error.add_note(f"then, as a save was told, {type(another).__name__}: {another}")
 
     def _end(self) -> None:
         """Training is over: save if asked to, and wait for what is under way in any case."""

@@ -143,12 +143,13 @@ class StepRunner:
         started = time.perf_counter()
         slot = next(slots, None)
         self._session.seconds[0] += time.perf_counter() - started
+        self._session.has_begun = True  # also without a batch: a sharded module is passed through in any case
         return slot if slot is None or slot.size else None
 
     def _begin(self, slot: Slot) -> Any:
         """The slot's batch on the device, its random numbers, the hooks before it."""
         s = self._session
-        s.batch_idx, s.batch_size, s.in_batch, s.has_begun = slot.batch_idx, None, True, True
+        s.batch_idx, s.batch_size, s.in_batch = slot.batch_idx, None, True
         batch = self.part(slot.batch)
         if self._context is not None:
             s.part_weight = getattr(s.task, "loss_weight", lambda batch: None)(batch)

@@ -126,7 +126,7 @@ class Session:
     is_whole: bool = (
         False  # training: the state is that after ``counters.step`` steps; not from the optimizer to the boundary
     )
-    has_begun: bool = False  # a batch of the step after those has been given to the module
+    has_begun: bool = False  # the module is given the batches of the step after those
     num_added: int = 0  # what the logbook had counted when the state was whole
     should_stop: bool = False  # a callback or the module asks to stop training
     is_last_step: bool = False  # the running global batch ends its epoch

@@ -167,24 +167,28 @@ class CheckpointManager:
         local_values: Mapping[str, Any] | None = None,
         about: Mapping[str, Any] | None = None,
         seconds: float,
-    ) -> bool:
-        """The same where the ranks part afterwards: collective only until it is staged.
+    ) -> list[SaveInfo]:
+        """The same where nothing comes afterwards: waits only so long, and deletes no older checkpoint. Collective.
 
         Args:
-            seconds: how long to wait for this rank's part of it, on rank 0 for the commit.
+            seconds: how long to wait at most for memory to stage in, and then for the commit.
 
         Returns:
-            Whether that is written; if not, the writers go on.
+            What has been committed; where this step is not among it, it has failed, or the writers go on.
 
         Raises:
             CheckpointError: on every rank: it cannot be saved.
         """
-        self.saves.must = True
+        self.saves.must, self.saves.patience = True, seconds
         try:
             self._staging.begin(Content(step, state, local_values or {}, about or {}), [self.saves])
         except RoundFailed as failed:
             raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
-        return self.saves.linger(seconds)
+        outcomes = self.saves.wait(seconds=seconds)
+        for outcome in outcomes if self._ranks.rank == 0 else ():
+            if outcome.failures:
+                log.warning("%s", self._error(outcome.step, outcome.failures, _remedy(outcome.failures[0])))
+        return [self._committed(outcome) for outcome in outcomes if not outcome.failures]
 
     def look(self) -> None:
         """Say what this rank's writer has failed to do. No collective: after every step."""

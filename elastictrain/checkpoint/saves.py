@@ -10,6 +10,7 @@ to stop, the attempt is removed once they have, and every rank gets the same :cl
 from __future__ import annotations
 
 import logging
+import math
 import posixpath
 import time
 import uuid
@@ -68,6 +69,7 @@ class Saves:
 
     Attributes:
         must: the next one waits for earlier ones rather than being left out.
+        patience: seconds that it waits for them at most; then it fails.
         failed_here: what this rank's writer has reported and nobody has read yet.
         num_skipped: saves that were left out because earlier ones were still being written.
         waited: seconds that training waited for earlier ones.
@@ -88,6 +90,7 @@ class Saves:
         self._errands: dict[int, str] = {}  # what rank 0's writer is asked to remove, by the number of the job
         self._leftovers: list[str] = []  # folders of failed attempts that resisted
         self.must = False
+        self.patience = math.inf
         self.failed_here: list[str] = []
         self.num_skipped = 0
         self.waited = 0.0
@@ -134,6 +137,8 @@ class Saves:
     def make_room(self, decided: str) -> None:
         waiting = time.monotonic()
         while self._is_full:
+            if time.monotonic() - waiting > self.patience:
+                raise TimeoutError(f"earlier ones are still being written after {self.patience:g} s")
             self.look(TURN_SECONDS)
         self.waited += time.monotonic() - waiting
         self.reached("planned")
@@ -242,28 +247,23 @@ class Saves:
                 self._clean_up([save.folder] if failures else [])
         return outcomes
 
-    def wait(self) -> list[Outcome]:
-        """Wait until no save is under way. Collective."""
-        outcomes = self.settle()
-        while self._under_way:
+    def wait(self, *, seconds: float = math.inf) -> list[Outcome]:
+        """Wait until no save is under way, but not much longer than so many seconds. Collective."""
+        outcomes, turns = self.settle(), seconds / TURN_SECONDS  # as many on all ranks, whatever their clocks say
+        while self._under_way and turns > 0:
             self._listen()
             outcomes += self.settle()
+            turns -= 1
         return outcomes
 
     def _listen(self) -> None:
         """Until this rank's part of all saves is over, or it is time to ask the others."""
-        self.linger(TURN_SECONDS)
-
-    def linger(self, seconds: float) -> bool:
-        """Wait until this rank's part of all saves is over, without the others; is all of it written?"""
-        deadline, is_main = time.monotonic() + seconds, self._ranks.rank == 0
-        while True:
+        deadline, is_main = time.monotonic() + TURN_SECONDS, self._ranks.rank == 0
+        while (left := deadline - time.monotonic()) > 0:
             done = [one.is_committed if is_main else one.is_written for one in self._under_way]
             if all(is_done or one.failure for is_done, one in zip(done, self._under_way, strict=True)):
-                return all(done)
-            if (left := deadline - time.monotonic()) <= 0:
-                return False
-            self.look(min(left, TURN_SECONDS))
+                return
+            self.look(left)
 
     def _clean_up(self, folders: list[str]) -> None:
         """Remove failed attempts, after all have stopped writing; those that resisted, too. Rank 0's writer does it."""

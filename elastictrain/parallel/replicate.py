@@ -57,6 +57,9 @@ class GradientSum:
     Args:
         parameters: dense parameters on one device; those that need no gradient are left out.
         bucket_bytes: size of one reduction.
+
+    Attributes:
+        is_under_way: sums of the running step may have been sent, and are not all there yet.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, bucket_bytes: int = 25 << 20) -> None:
@@ -64,6 +67,7 @@ class GradientSum:
         self._bucket_of: dict[int, _Bucket] = {}
         self._next = 0
         self._armed = False
+        self.is_under_way = False
         self._hooks: list[Any] = []
         unique = {id(p): p for p in parameters if p.requires_grad}
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -92,7 +96,7 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.waiting = {id(parameter) for parameter in bucket.parameters}
         self._next = 0
-        self._armed = True
+        self._armed = self.is_under_way = True
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -104,12 +108,13 @@ class GradientSum:
 
     def finish(self) -> None:
         """Send what was not sent and wait for everything; every rank calls this once per step."""
-        self._armed = False
+        self._armed, self.is_under_way = False, True
         for bucket in self._buckets[self._next :]:
             bucket.send()
         self._next = 0
         for bucket in self._buckets:
             bucket.receive()
+        self.is_under_way = False
 
     def sum_now(self, parameters: Iterable[Tensor]) -> None:
         """Sum the gradients of some parameters only, at once (one optimizer of several, in manual optimisation)."""

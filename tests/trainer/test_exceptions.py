@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from elastictrain import Callback, CheckpointConfig, Trainer, rescuing
-from elastictrain.callback import StepInfo
+from elastictrain.callback import SaveInfo, StepInfo
 from elastictrain.callbacks import EMA
 from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.errors import UsageError
+from elastictrain.metrics.ledger import read_ledger
+from elastictrain.metrics.status import status
+from elastictrain.rundir import RunDir
 from tests.checkpoint.states import assert_equal
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, farthest
@@ -73,6 +77,32 @@ def _fit(run_dir: Path, task: Recorded, steps: int = 11, **options: Any) -> None
     Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(task)
 
 
+class Apart(Failing):
+    """One rank raises in a forward pass, the other once it has sent its gradients: each at another collective of step 8."""
+
+    def __init__(self, *, late: int) -> None:
+        super().__init__("a step")
+        self.late = late
+
+    def _fail(self, where: str) -> None:
+        if self.global_rank != self.late:
+            super()._fail(where)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        left = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+        def count(parameter: Tensor) -> None:
+            left.pop()
+            if not left:
+                raise ValueError("the user's own, in a backward pass")
+
+        if self.global_rank == self.late and self.global_step == 7 and batch_idx % 8 > 5:  # this rank's last slot
+            for parameter in [*left]:
+                parameter.register_post_accumulate_grad_hook(count)  # behind the one that sends
+        return loss
+
+
 class Raiser(Callback):
     """After the eighth step, before the other callbacks have seen it."""
 
@@ -92,6 +122,8 @@ def test_the_last_finished_step_is_saved_and_the_curve_goes_on(
         _fit(tmp_path / "parts", Failing(where), callbacks=[*raising, EMA(decay=0.5)])
     assert CheckpointReader(resolve(str(tmp_path / "parts"))).step == step
     assert f"elastictrain: step {step} is saved, after ValueError" in capsys.readouterr().out
+    told = status(read_ledger(RunDir(str(tmp_path / "parts"))))["last_checkpoint"]
+    assert (told["step"], told["path"]) == (step, resolve(str(tmp_path / "parts")))
     _fit(tmp_path / "parts", Failing(), callbacks=[EMA(decay=0.5)])
     assert farthest(*(logged(tmp_path / name, "train/loss") for name in ("whole", "parts"))) == 0.0
     ends = [CheckpointReader(resolve(str(tmp_path / name))) for name in ("whole", "parts")]
@@ -147,31 +179,64 @@ def test_a_mistake_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
-def _fit_ranks(rank: int, world_size: int, run_dir: Path, failing_rank: int | None) -> list[str]:
+def _fit_ranks(rank: int, world_size: int, run_dir: Path, task: Failing, options: dict[str, Any]) -> list[str]:
+    """What is said, and which checkpoints callbacks are told of; the exception is this rank's own, or a peer's end."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     rescuing.log.addHandler(handler)
-    rescuing.AGREE_SECONDS = 60.0 if failing_rank is None else 0.5  # in this process, which is forked
-    with pytest.raises(ValueError if failing_rank in (None, rank) else RuntimeError):
-        _fit(run_dir, Failing("a step", rank=failing_rank), mesh="dp_shard=2", log_every=5)
-    return said
+    rescuing.AGREE_SECONDS = 60.0 if task.failing_rank is None else 0.5  # in this process, which is forked
+    told = Told()
+    with pytest.raises(ValueError if task.failing_rank in (None, rank) else RuntimeError):
+        callbacks = [*options.pop("callbacks", []), told]
+        _fit(run_dir, task, log_every=5, callbacks=callbacks, **options)
+    return [*said, *told.saved]
+
+
+class Told(Callback):
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    def on_save(self, info: SaveInfo) -> None:
+        self.saved.append(f"step {info.step} is saved")
 
 
 @pytest.mark.slow
-def test_all_ranks_or_none(tmp_path: Path) -> None:
-    """On all of them: saved, in the middle of FSDP's forward passes. On one: nothing, and nobody waits for long."""
-    assert run_ranks(_fit_ranks, 2, tmp_path / "all", None, timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("task", "options", "step"),
+    [
+        (Failing("a step"), {}, 7),
+        (Failing(), {"mesh": "dp_shard=2", "callbacks": [Raiser()]}, 8),
+    ],
+)
+def test_all_ranks_save_together(task: Failing, options: dict[str, Any], step: int, tmp_path: Path) -> None:
+    assert run_ranks(_fit_ranks, 2, tmp_path / "all", task, options, timeout=120) == [[f"step {step} is saved"]] * 2
     reader = CheckpointReader(resolve(str(tmp_path / "all")))
-    assert reader.step == 7 and reader.commit.world_size == 2
+    assert reader.step == step and reader.commit.world_size == 2
     _fit(tmp_path / "whole", Recorded())
     _fit(tmp_path / "all", Failing())
     curves = [logged(tmp_path / name, "train/loss") for name in ("whole", "all")]
-    assert curves[0].keys() == {*range(1, 12)} and all(abs(curves[0][i] - curves[1][i]) < 1e-5 for i in range(8, 12))
-    for failing_rank in (0, 1):
-        said = run_ranks(_fit_ranks, 2, tmp_path / "one", failing_rank, timeout=120)
-        assert (
-            said[failing_rank] == ["no checkpoint of step 7 after the exception: it was raised on some ranks only"]
-            and not said[1 - failing_rank]
-        )
-        assert not (tmp_path / "one" / "checkpoints").exists()
+    rest = range(step + 1, 12)
+    assert curves[0].keys() == {*range(1, 12)} and all(abs(curves[0][i] - curves[1][i]) < 1e-5 for i in rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "options", "why"),
+    [
+        (Failing("a step", rank=0), {}, "it was raised on some ranks only"),
+        (Failing("a step", rank=1), {}, "it was raised on some ranks only"),
+        (Failing("a step"), {"mesh": "dp_shard=2"}, "step 8 had begun, and ranks may wait for each other within it"),
+        (Apart(late=0), {}, "(gradients of step 8 were being summed over the ranks|rank 0 has left)"),
+        (Apart(late=1), {}, "gradients of step 8 were being summed over the ranks"),
+    ],
+)
+def test_ranks_that_may_stand_at_different_places_save_nothing(
+    task: Failing, options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """And nobody waits for long: the process group's timeout is half an hour."""
+    said = run_ranks(_fit_ranks, 2, tmp_path, task, options, timeout=120)
+    for rank in (0, 1):
+        text = f"no checkpoint of step 7 after the exception: {why}" if task.failing_rank in (None, rank) else ""
+        assert re.fullmatch(text, "\n".join(said[rank])), said
+    assert not (tmp_path / "checkpoints").exists()
