@@ -221,9 +221,9 @@ def test_a_step_is_split_into_parts_that_add_up(tmp_path: Path) -> None:
     for step in (3, 6):
         value = {name: logged(tmp_path, f"time/{name}")[step] for name in ("step", *parts)}
         assert sum(value[name] for name in parts) == pytest.approx(value["step"])
-        assert value["data"] >= 0.019, "four samples of 5 ms"
-        assert value["hooks"] >= 0.029 and value["hooks"] == logged(tmp_path, "time/hook/on_before_zero_grad")[step]
-        assert value["callbacks"] >= 0.009
+        assert value["data"] >= 0.018, "four samples of 5 ms"
+        assert value["hooks"] >= 0.027 and value["hooks"] == logged(tmp_path, "time/hook/on_before_zero_grad")[step]
+        assert value["callbacks"] >= 0.006, "what callbacks do on the log step itself belongs to the next one"
         assert min(value.values()) >= 0
     assert logged(tmp_path, "time/step_p50")[6] >= 0.055
     assert logged(tmp_path, "memory/host_peak_gib")[3] > 0.01
