@@ -16,7 +16,7 @@ from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
 from elastictrain.parallel.planner import size as size_of
 from elastictrain.parallel.topology import placement
-from elastictrain.reporting import ABOUT_THE_RUN, start_loggers
+from elastictrain.reporting import start_loggers
 from elastictrain.resuming import Resumption
 from elastictrain.session import Session
 
@@ -92,7 +92,7 @@ class Announcer:
         s = self._session
         if s.recorder is not None:
             s.recorder.close()
-        if s.ledger is not None:
+        if s.ledger is not None and s.ranks.is_main:
             s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
         info = s.info()
         for callback in s.callbacks:
@@ -107,7 +107,6 @@ class Announcer:
 
     def _final(self, loop: FitLoop) -> Final:
         c = self._session.counters
-        shown = {name: value for name, value in loop.reporter.latest.items() if not name.startswith(ABOUT_THE_RUN)}
         outcome = {None: "finished", "interrupt": "interrupted", "preempt": "preempted"}
         return Final(
             outcome=outcome[loop.stopped.value if loop.stopped is not None else None],
@@ -117,7 +116,7 @@ class Announcer:
             samples_here=c.samples - self._first_samples,
             tokens=c.tokens,
             tokens_here=c.tokens - self._first_tokens,
-            metrics=shown,
+            metrics=loop.reporter.of_the_model,
             checkpoint=loop.last_saved or self._resumption.stored,
             run_dir=None if self._session.run_dir is None else self._session.run_dir.url,
         )

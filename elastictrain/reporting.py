@@ -24,7 +24,8 @@ from elastictrain.session import Session
 
 LOSS = "train/loss"
 
-# Values that are not of the model. They are in the run directory; the user's loggers get what they get from Lightning.
+# What callbacks log under these names is not of the model: it is in the run directory, and not given to the user's loggers,
+# which get what they get from Lightning. Whatever a task logs itself, they get.
 ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/", "goodput/", "checkpoint/")
 
 # Lightning's hooks that run within what is timed as computing, or as the optimizer; and those that are it.
@@ -128,6 +129,7 @@ class Reporter:
         self._epoch_is_known = False
         self._watching = self._logging = self._waiting = self._paused = 0.0  # seconds
         self.latest: dict[str, float] = {}  # the last value of everything logged
+        self._about_the_run: set[str] = set()  # names in it that neither the task nor its loops logged
         self.pending: dict[str, float] = {}  # what the next log step logs, too
         self._account = Account(session)
         self._ended, self._paused_then = time.perf_counter(), 0.0
@@ -248,21 +250,26 @@ class Reporter:
         self._logging += time.perf_counter() - started - waited
         of_callbacks = self._of_callbacks(number)
         started = time.perf_counter()
+        about = {name for name in of_callbacks if name.startswith(ABOUT_THE_RUN)}
         if s.ranks.rank == mesh.first_rank:
-            logged = {**of_callbacks, **s.logbook.steps().log}
-            values = {name: value.item() if isinstance(value, Tensor) else value for name, value in logged.items()}
+            logged = s.logbook.steps().log
+            about -= logged.keys()
+            both = {**of_callbacks, **logged}
+            values = {name: value.item() if isinstance(value, Tensor) else value for name, value in both.items()}
         if mesh.first_rank != 0:  # a pipeline ends elsewhere
-            values = mesh.from_first(values)
-        log_to_loggers(s, {name: value for name, value in values.items() if not name.startswith(ABOUT_THE_RUN)})
+            values, about = mesh.from_first((values, about))
+        log_to_loggers(s, {name: value for name, value in values.items() if name not in about})
         if sums[2] and s.ranks.world_size > 1:
             values.update(s.logbook.synced_steps(mesh.gather))
         if sums[1]:
             values.setdefault(LOSS, sums[0])
         spent = self._account.heard(of_nodes)
         if s.ranks.is_main:
+            about |= {**spent, **self.pending}.keys()
             values |= {**spent, **self.pending}
             self.pending = {}
         self.latest.update(values)
+        self._about_the_run |= about
         if s.ledger is not None and s.accounts:
             s.ledger.account(s.times, step=number, samples=s.counters.samples, tokens=s.counters.tokens)
         if s.recorder is not None:
@@ -335,6 +342,11 @@ class Reporter:
         self._session.times.doing = "startup"
 
     # ---- epochs and validations ------------------------------------------------------------------------------------
+
+    @property
+    def of_the_model(self) -> dict[str, float]:
+        """The last value of everything logged, but for what is about the run."""
+        return {name: value for name, value in self.latest.items() if name not in self._about_the_run}
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Values of a whole epoch or validation, at ``step`` finished steps."""

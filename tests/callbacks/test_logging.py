@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from elastictrain import Callback
+from elastictrain import Callback, Trainer
 from elastictrain.callback import StepInfo
 from elastictrain.callbacks import GradientClipping, LearningRateMonitor
+from elastictrain.reporting import ABOUT_THE_RUN
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, train
 
@@ -75,6 +78,26 @@ def test_what_the_task_logs_under_a_name_stays(tmp_path: Path) -> None:
 
     train(Logs(), tmp_path / "run", "auto", 1, callbacks=[Watches()])
     assert logged(tmp_path / "run", "train/loss_of_task") == {1: 1.0}
+
+
+def test_what_a_task_logs_reaches_its_loggers_whatever_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Logs(Recorded):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("memory/mine", 3.0)
+            self.log("time/other", -1.0)  # the monitor has one, too
+            return super().training_step(batch, batch_idx)
+
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    Trainer(run_dir=str(tmp_path / "run"), max_steps=2, global_batch_size=24, log_every=1, loggers=[logger]).fit(Logs())
+    header, *rows = csv.reader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines())
+    about = [name for name in header if name.startswith(ABOUT_THE_RUN)]
+    assert sorted(about) == ["memory/mine", "time/other"]
+    assert [float(row[header.index("time/other")]) for row in rows] == [-1.0, -1.0]
+    assert logged(tmp_path / "run", "time/step").keys() == {1, 2}
+    shown = capsys.readouterr().out.split("finished")[-1]
+    assert "memory/mine" in shown and "time/other" in shown and "time/step" not in shown and "goodput" not in shown
 
 
 def test_one_group_has_the_name_of_its_optimizer(tmp_path: Path) -> None:
