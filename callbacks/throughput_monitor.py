@@ -60,6 +60,7 @@ class ThroughputMonitor(Callback):
         if peak_tflops is not None and not peak_tflops > 0:
             raise UsageError(f"ThroughputMonitor(peak_tflops={peak_tflops}) must be above 0, or None")
         self._size, self._enabled = window, enabled
+        self.needs_flops = enabled
         self._given = None if peak_tflops is None else peak_tflops * 1e12
         self._run: RunInfo | None = None
 

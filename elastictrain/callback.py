@@ -121,9 +121,11 @@ class Callback:
 
     Attributes:
         state_prefix: where this callback's state lives in the flat state; ``callback.{ClassName}`` unless set.
+        needs_flops: it asks :attr:`RunInfo.flops_per_sample`. Where no callback does, FLOPs are not counted.
     """
 
     state_prefix: str | None = None
+    needs_flops: bool = False
 
     @property
     def name(self) -> str:

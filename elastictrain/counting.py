@@ -6,21 +6,24 @@ made before the model is laid out: of the whole model, nothing of it computed tw
 utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
 Only what a ``Task`` says in ``forward`` and ``loss`` is run a second time; a ``training_step`` may do more than compute,
-so without a ``loss`` only the task's ``flops_per_sample()`` counts. On failure: code that needs values cannot be counted,
-which is told to the log, and the figure is not known.
+so without a ``loss`` only the task's ``flops_per_sample()`` counts. The copy has attributes of its own, so that nothing of
+the task is changed. Where no callback asks, nothing is copied. On failure: code that needs values, or attributes that cannot
+be copied, cannot be counted, which is told to the log, and the figure is not known.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from elastictrain.compat.lightning import LightningModule, is_overridden
+from elastictrain.compat.lightning import NOT_OF_THE_MODEL, LightningModule, attach_log, is_overridden
 from elastictrain.compat.self_log import samples_in_batch
 from elastictrain.compat.torch import on_meta, tree_map
 from elastictrain.data.randomness import generators_kept
@@ -44,30 +47,43 @@ class FlopsPerSample:
         self._value: float | None = None
         self._copy: Task | None = None
         task = session.task
-        if _own(task) is None and isinstance(task, Task) and is_overridden("loss", task, Task):
-            copied = detached(on_meta(task))
-            assert isinstance(copied, Task)
-            self._copy = copied
+        is_asked = any(callback.needs_flops for callback in session.callbacks)
+        with _or_not_at_all():
+            if is_asked and isinstance(task, Task) and is_overridden("loss", task, Task) and _own(task) is None:
+                self._copy = _apart(task)
 
     def __call__(self) -> float | None:
         if self._session is not None:
             session, self._session = self._session, None
-            self._value = _own(session.task)
-            whole = session.mesh.shape.cp == 1  # else a rank's batch has a part of the tokens
-            if self._value is None and self._copy is not None and whole and session.batch is not None:
-                try:
+            with _or_not_at_all():
+                self._value = _own(session.task)
+                whole = session.mesh.shape.cp == 1  # else a rank's batch has a part of the tokens
+                if self._value is None and self._copy is not None and whole and session.batch is not None:
                     self._value = count(self._copy, session.batch) / samples_in_batch(session)
-                except Exception as error:  # it is the user's code, without values
-                    log.info(
-                        "the FLOPs of a sample cannot be counted (%s): define flops_per_sample()", first_line(error)
-                    )
             self._copy = None
         return self._value
+
+
+@contextmanager
+def _or_not_at_all() -> Iterator[None]:
+    """Around what runs or copies the user's code, without values: training does not depend on it."""
+    try:
+        yield
+    except Exception as error:
+        log.info("the FLOPs of a sample cannot be counted (%s): define flops_per_sample()", first_line(error))
 
 
 def _own(task: LightningModule) -> float | None:
     value = getattr(task, "flops_per_sample", lambda: None)()
     return None if value is None else float(value)
+
+
+def _apart(task: Task) -> Task:
+    """A copy of the task on the meta device, for :func:`count`."""
+    copied = detached(on_meta(task, without=NOT_OF_THE_MODEL))
+    attach_log(copied, lambda *args, **kwargs: None)
+    assert isinstance(copied, Task)
+    return copied
 
 
 def count(task: Task, batch: Any) -> int:

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from elastictrain.errors import UnsupportedError, UsageError
 
 __all__ = [
+    "NOT_OF_THE_MODEL",
     "Hooks",
     "LRSchedulerConfig",
     "LightningCallback",
@@ -53,6 +54,9 @@ __all__ = [
     "set_main_rank",
     "wrap_optimizer",
 ]
+
+
+NOT_OF_THE_MODEL = ("_trainer", "_fabric", "log")  # attributes of a module that lead out of it
 
 
 # ---- what is overridden --------------------------------------------------------------------------------------------

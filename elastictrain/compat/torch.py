@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -129,42 +133,149 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def hollow(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
     """A copy of the modules with tensors without elements; other attributes are shared with the original."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _copied(module, mode, "cpu"), mode
+    return _Copies(mode, "cpu").module(module), mode
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of the modules on the meta device, with lists, dicts and sets of its own, the hooks among them.
+def on_meta(module: nn.Module, *, without: Collection[str] = ()) -> nn.Module:
+    """A copy of the modules on the meta device that shares nothing with the original that code could change through it.
 
-    Cheaper to run than :func:`hollow`, for code that makes its tensors where its inputs are.
+    Attributes are copied with all that they hold, other modules and tensors on the meta device. What cannot be copied
+    raises a TypeError when it is used. Cheaper to run than :func:`hollow`, for code that makes its tensors where its inputs
+    are.
+
+    Args:
+        without: names of attributes that are None in the copy.
+
+    Raises:
+        Exception: there is a tensor that the meta device cannot have, such as a sparse one.
     """
-    copied = _copied(module, nullcontext(), "meta")
-    for one in copied.modules():
-        for name, value in one.__dict__.items():
-            if isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers", "_modules"):
-                one.__dict__[name] = copy.copy(value)
-    return copied
+    return _CopiesApart(without).module(module)
 
 
-def _copied(module: nn.Module, mode: AbstractContextManager[Any], device: str) -> nn.Module:
-    modules: dict[int, nn.Module] = {}
-    tensors: dict[int, Tensor | None] = {id(None): None}
+class _Copies:
+    """Copies modules and their tensors, each of them once."""
 
-    def tensor(old: Tensor | None) -> Tensor | None:
-        if old is not None and id(old) not in tensors:
-            with mode:
-                new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=device)
+    def __init__(self, mode: AbstractContextManager[Any], device: str) -> None:
+        self._mode, self._device = mode, device
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor | None] = {id(None): None}
+
+    def tensor(self, old: Tensor | None) -> Tensor | None:
+        if old is not None and id(old) not in self._tensors:
+            with self._mode:
+                new = torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=self._device)
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
                     new.__dict__.update(old.__dict__)  # marks that user code left on it
-            tensors[id(old)] = new
-        return tensors[id(old)]
+            self._tensors[id(old)] = new
+        return self._tensors[id(old)]
 
-    def one(old: nn.Module) -> nn.Module:
-        if id(old) not in modules:
-            new = modules[id(old)] = copy.copy(old)
-            new.__dict__["_parameters"] = {name: tensor(p) for name, p in old._parameters.items()}
-            new.__dict__["_buffers"] = {name: tensor(b) for name, b in old._buffers.items()}
-            new.__dict__["_modules"] = {name: c if c is None else one(c) for name, c in old._modules.items()}
-        return modules[id(old)]
+    def module(self, old: nn.Module) -> nn.Module:
+        if id(old) not in self._modules:
+            new = self._modules[id(old)] = copy.copy(old)
+            new.__dict__["_parameters"] = {name: self.tensor(p) for name, p in old._parameters.items()}
+            new.__dict__["_buffers"] = {name: self.tensor(b) for name, b in old._buffers.items()}
+            new.__dict__["_modules"] = {name: c if c is None else self.module(c) for name, c in old._modules.items()}
+        return self._modules[id(old)]
 
-    return one(module)
+
+# What cannot be changed, or belongs to nobody.
+_FREE = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, type, ModuleType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_MANY = 10_000  # things in a list or dict: more of them are data, not a part of a model
+
+
+class _CopiesApart(_Copies):
+    """Copies everything that modules hold, too."""
+
+    def __init__(self, without: Collection[str]) -> None:
+        super().__init__(nullcontext(), "meta")
+        self._without = without
+        self._made: dict[int, Any] = {}
+
+    def module(self, old: nn.Module) -> nn.Module:
+        if id(old) not in self._modules:
+            new = super().module(old)
+            for name, value in old.__dict__.items():
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                new.__dict__[name] = None if name in self._without else self._value(value)
+        return self._modules[id(old)]
+
+    def _value(self, old: Any) -> Any:
+        if isinstance(old, Tensor):
+            return self.tensor(old)
+        if isinstance(old, nn.Module):
+            return self.module(old)
+        if isinstance(old, _FREE):
+            return old
+        if id(old) not in self._made:
+            self._made[id(old)] = old  # where it holds itself
+            self._made[id(old)] = self._copy(old)
+        return self._made[id(old)]
+
+    def _copy(self, old: Any) -> Any:
+        kind: Any = type(old)
+        if isinstance(old, FunctionType):
+            return old if self._all_free([*_cells(old), *(old.__defaults__ or ())]) else _Uncopied(kind)
+        if isinstance(old, BuiltinFunctionType):
+            return old if old.__self__ is None or isinstance(old.__self__, _FREE) else _Uncopied(kind)
+        if isinstance(old, MethodType):
+            return MethodType(old.__func__, self._value(old.__self__))
+        if kind is partial:
+            return partial(self._value(old.func), *map(self._value, old.args), **self._of(old.keywords))
+        if isinstance(old, tuple):
+            values = [self._value(value) for value in old]
+            if all(new is value for new, value in zip(values, old, strict=True)):
+                return old
+            return kind(*values) if hasattr(old, "_fields") else kind(values)
+        if isinstance(old, (list, deque, dict, set, frozenset)):
+            return self._container(old)
+        is_plain = kind.__new__ is object.__new__ and not any(vars(one).get("__slots__") for one in kind.__mro__)
+        if not is_plain or not hasattr(old, "__dict__"):
+            return _Uncopied(kind)
+        new = self._made[id(old)] = object.__new__(kind)
+        new.__dict__.update(self._of(vars(old)))
+        return new
+
+    def _container(self, old: Any) -> Any:
+        if len(old) > _MANY or getattr(old, "__dict__", None):
+            return _Uncopied(type(old))
+        if isinstance(old, (set, frozenset)):
+            return copy.copy(old) if self._all_free(old) else _Uncopied(type(old))
+        new = self._made[id(old)] = copy.copy(old)
+        if isinstance(old, dict):
+            if not self._all_free(old):
+                return _Uncopied(type(old))
+            new.update(self._of(old))
+        else:
+            new.clear()
+            new.extend(map(self._value, old))
+        return new
+
+    def _of(self, old: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {name: self._value(value) for name, value in old.items()}
+
+    def _all_free(self, values: Iterable[Any]) -> bool:
+        """Need none of them be copied?"""
+        return all(self._value(value) is value for value in values)
+
+
+def _cells(function: FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+class _Uncopied:
+    """Stands for what could not be copied."""
+
+    def __init__(self, kind: type) -> None:
+        self.__dict__["kind"] = kind.__name__
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"a {self.__dict__['kind']} is used, which cannot be copied")
+
+    __getattr__ = __setattr__ = __call__ = __bool__ = __len__ = __iter__ = __contains__ = _refuse
+    __getitem__ = __setitem__ = __eq__ = __enter__ = __exit__ = __next__ = _refuse
+    __hash__ = None  # type: ignore[assignment]

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastictrain.compat.callback_view import CallbackView
 from elastictrain.compat.lightning import (
+    NOT_OF_THE_MODEL,
     Hooks,
     attach_log,
     configure_optimizers,
@@ -284,6 +285,13 @@ def test_combined_loaders() -> None:
 def test_the_size_of_a_batch() -> None:
     assert extract_batch_size([torch.zeros(3, 2), torch.zeros(3)]) == 3
     assert extract_batch_size({"a": {"b": torch.zeros(5)}}) == 5
+
+
+def test_what_leads_out_of_a_module() -> None:
+    module = pl.LightningModule()
+    attach_log(module, lambda *args, **kwargs: None)
+    assert set(NOT_OF_THE_MODEL) <= module.__dict__.keys()
+    assert module._trainer is module._fabric is None, "as a copy has them"
 
 
 def test_the_rank_that_speaks() -> None:

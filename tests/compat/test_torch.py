@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -172,8 +177,56 @@ def test_a_copy_on_meta_shares_no_lists_and_no_hooks() -> None:
     output = copied(torch.empty(7, 4, device="meta"))
     output.sum().backward()
     assert (output.device.type, copied[0].weight.grad.shape) == ("meta", (3, 4))
-    assert (len(copied.seen), net.seen) == (1, []) and copied.other is net.other
+    assert (len(copied.seen), net.seen) == (1, [])
     assert net[0].weight.grad is None and not net[0].weight.is_meta
+    with pytest.raises(TypeError, match="a object is used"):
+        copied.other()
+
+
+class Bank:
+    """Keeps features, as contrastive losses do."""
+
+    def __init__(self) -> None:
+        self.count, self.features = 0, torch.zeros(5, 3)
+        self.kept: deque[Any] = deque(maxlen=4)
+
+    def push(self, features: torch.Tensor) -> None:
+        self.count += 1
+        self.kept.append(features)
+        self.features[0] = features[0]
+
+
+@dataclass
+class Config:
+    width: int = 3
+
+
+def test_a_copy_on_meta_shares_nothing_that_changes() -> None:
+    net = nn.Sequential(nn.Linear(4, 3))
+    bank = net.bank = Bank()
+    net.push, net.others = bank.push, [{"bank": bank}]
+    object.__setattr__(net, "itself", net)
+    net.itself_too = (net, 1)
+    net.config, net.scale, net.act = Config(), torch.ones(()), partial(F.gelu, approximate="tanh")
+    net.generator = torch.Generator()
+    net.locked = {"lock": threading.Lock()}
+    net.hidden = lambda features: bank.push(features)
+    copied = on_meta(net, without=("scale",))
+    copied.push(copied.act(copied(torch.empty(7, 4, device="meta"))))
+    assert (bank.count, len(bank.kept), bank.features.sum()) == (0, 0, 0.0)
+    assert (copied.bank.count, len(copied.others[0]["bank"].kept), copied.bank.features.is_meta) == (1, 1, True)
+    assert copied.itself is copied and copied.itself_too == (copied, 1) and copied.scale is None
+    assert copied.config == net.config and copied.config is not net.config
+    for use in (
+        lambda: copied.generator.seed(),
+        lambda: torch.randn(2, generator=copied.generator),
+        lambda: copied.locked["lock"].acquire(),
+        lambda: copied.hidden(torch.empty(1, 3, device="meta")),
+        lambda: bool(copied.generator),
+    ):
+        with pytest.raises(TypeError):
+            use()
+    assert not bank.kept and not net.locked["lock"].locked()
 
 
 @pytest.mark.parametrize(
