@@ -51,6 +51,7 @@ from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT
 SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the terminal has already sent
 TOO_MANY_NODES = "this run already has as many nodes as it takes: raise MAX of --nnodes MIN:MAX"
 NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
+NODES_CHANGED = "nodes came or went"
 LOST = "what is newer than the newest checkpoint is lost"
 
 
@@ -218,8 +219,9 @@ class Agent(SimpleElasticAgent):
             node=self._config.node,
             job=self._config.job,
             history={**self._history, "began": self._handler.began, "formed": self._handler.formed},
-            cause=self._failure,
+            cause=self._failure or (NODES_CHANGED if "ended" in self._history else ""),
         ).write(assignment)
+        self._failure = ""
         self._hanging = {}
         for worker in worker_group.workers:
             env = worker_env(

@@ -164,6 +164,18 @@ def test_a_killed_worker_is_replaced_from_the_checkpoint(tmp_path: Path) -> None
     )
 
 
+def test_every_restart_has_its_own_cause(tmp_path: Path) -> None:
+    class NodesCome(LocalRendezvous):
+        def num_nodes_waiting(self) -> int:
+            return int(self.generation in (1, 2) and read(tmp_path / f"cause-{self.generation}") != "")
+
+    run = Run(tmp_path, workers=1, steps=30, events={"0/0": [5, "SIGKILL"]}, rendezvous=NodesCome)
+    assert run.wait()["code"] == 0
+    causes = [(tmp_path / f"cause-{generation}").read_text() for generation in range(4)]
+    assert causes[0] == "" and "was killed by SIGKILL at step 5" in causes[1]
+    assert causes[2:] == ["nodes came or went"] * 2
+
+
 def test_the_budget_refills_with_progress_only(tmp_path: Path) -> None:
     crashes = {f"{generation}/0": [12 * (generation + 1), "SIGKILL"] for generation in range(5)}
     run = Run(tmp_path, workers=1, steps=70, events=crashes, max_restarts=1)

@@ -89,6 +89,8 @@ def train(mine: AgentMembership) -> None:
     checkpoint = log / "checkpoint"
     first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     at, what = job["events"].get(f"{mine.generation}/{mine.rank}", (None, ""))
+    if mine.rank == 0:
+        (log / f"cause-{mine.generation}").write_text(mine.cause)
     mine.run()
     if at == -1:
         misbehave(what, mine)
