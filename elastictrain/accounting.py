@@ -3,16 +3,25 @@
 Ranks meet on log steps anyway: there each node tells its account so far, and each rank how long it was busy, in the sum that
 is made in any case. So rank 0 knows the goodput of the whole run, and every node how long it waited for slower ranks.
 
-On failure: nothing here can fail.
+What earlier starts of the run spent is read from the ledger beside training; goodput is logged from then on.
+
+On failure: a ledger that cannot be read is a warning, and no goodput is logged. Nothing else here can fail.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 
-from elastictrain.metrics.goodput import CAUSES, Recent
+from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
+from elastictrain.metrics.ledger import Line, read_ledger
+from elastictrain.rundir import RunDir, first_line
 from elastictrain.session import Session
 
+log = logging.getLogger(__name__)
+
+READER = "elastictrain-ledger"  # the thread
 _MANY = 1024  # ranks, from which on they do not tell how busy they were
 
 
@@ -28,6 +37,8 @@ class Account:
         self._first_step = session.counters.step
         self._data = self._busy = self._met = 0.0  # seconds since training began, when they were last looked at
         self._recent = Recent()
+        self._before = goodput(session.begun) if session.is_first_start else None  # until it has been read
+        self._reader: threading.Thread | None = None
         self._has_peers = 1 < session.ranks.world_size <= _MANY
         self.is_new = True
 
@@ -84,10 +95,35 @@ class Account:
             self._busy, self._met = self._busy + mine, met
         if not s.ranks.is_main:
             return {}
-        so_far = s.spent_before.plus(sums[: len(CAUSES)])
+        if self._before is None:
+            self._read()
+            return {}
+        so_far = self._before.plus(sums[: len(CAUSES)])
         recent = self._recent.percent(time.monotonic(), so_far)
         values = {f"goodput/lost/{cause}": seconds for cause, seconds in so_far.lost.items()}
         for name, percent in (("percent", so_far.percent), ("percent_recent", recent)):
             if percent is not None:
                 values[f"goodput/{name}"] = percent
         return values
+
+    def _read(self) -> None:
+        """Begin to read the ledger, once: it has an object for every half a minute of every node."""
+        run_dir = self._session.run_dir
+        if self._reader is None and self._session.ledger is not None and run_dir is not None:
+            begun = self._session.begun
+            self._reader = threading.Thread(target=self._reading, args=(run_dir, begun), name=READER, daemon=True)
+            self._reader.start()
+
+    def _reading(self, run_dir: RunDir, begun: list[Line]) -> None:
+        try:
+            self._before = _spent_before(read_ledger(run_dir), begun)
+        except Exception as error:  # only what is logged as goodput depends on it
+            log.warning("the ledger cannot be read (%s): goodput is not logged", first_line(error))
+
+
+def _spent_before(lines: list[Line], begun: list[Line]) -> Goodput:
+    """By earlier starts, up to the beginning of this one: what this start has written meanwhile is known otherwise."""
+    mine = max(line["generation"] for line in lines if line["event"] == "start")
+    there = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node")]
+    opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
+    return goodput([*there, *opening, *begun])

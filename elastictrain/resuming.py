@@ -25,9 +25,8 @@ from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError, ElasticTrainError, UsageError
 from elastictrain.keeping import Restored
 from elastictrain.metrics.console import make_console, print_line
-from elastictrain.metrics.goodput import goodput
 from elastictrain.metrics.ledger import FOLDER as EVENTS
-from elastictrain.metrics.ledger import Ledger, num_cut_short, read_ledger
+from elastictrain.metrics.ledger import Ledger, num_cut_short
 from elastictrain.metrics.record import Recorder
 from elastictrain.recalling import Recalling
 from elastictrain.rundir import first_line, is_storage_error
@@ -252,7 +251,7 @@ class Resumption:
         events = s.run_dir.names(EVENTS)
         generation = self._next_generation(events)
         s.recorder = Recorder(s.run_dir, generation=generation, start_step=s.counters.step)
-        s.num_cut_short = num_cut_short(events)
+        s.num_cut_short, s.is_first_start = num_cut_short(events), not events
         s.recorder.take_over(self._unwritten)
         return run, generation
 
@@ -268,17 +267,11 @@ class Resumption:
         s.ledger = Ledger(s.run_dir, generation=generation, number=number, node=node)
         if s.ranks.is_main:
             s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size, mesh=str(s.mesh.shape))
-        lines: list[dict[str, Any]] = []
         if s.accounts:
             about = {"name": mine.node or host, "host": host, "agent_pid": mine.agent_pid}
             about["workers"] = [{"rank": rank, "pid": pid} for where, rank, pid in workers if where == number]
             reached = -1 if s.recovery is None else s.recovery.reached
-            lines = s.ledger.opened(s.times, step=s.counters.step, reached=reached, **about)
-        if s.ranks.is_main:
-            try:
-                s.spent_before = goodput([*read_ledger(s.run_dir), *lines])
-            except Exception as error:  # only what is logged as goodput depends on it
-                print_line(f"elastictrain: the ledger cannot be read ({first_line(error)})", console=make_console())
+            s.begun = s.ledger.opened(s.times, step=s.counters.step, reached=reached, **about)
 
     def _named(self, resume: str | Weights) -> str | None:
         """The checkpoint whose whole state a new run begins with."""

@@ -29,7 +29,7 @@ from elastictrain.data.choose import Chosen
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError
-from elastictrain.metrics.goodput import Goodput, TimeBook
+from elastictrain.metrics.goodput import TimeBook
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.metrics.logbook import LogBook, Written
 from elastictrain.metrics.record import Recorder
@@ -116,7 +116,8 @@ class Session:
     lease: Lease | None = None  # rank 0 only
     ledger: Ledger | None = None  # the first rank of each node
     times: TimeBook = field(default_factory=TimeBook)  # where this node's time goes
-    spent_before: Goodput = field(default_factory=Goodput)  # by earlier starts of this run; rank 0 knows
+    begun: list[dict[str, Any]] = field(default_factory=list)  # what this node's account began with, in the ledger
+    is_first_start: bool = True  # of the run, as far as its ledger knows; rank 0 knows
     recovery: Recovery | None = None  # what this start recovers from
     num_cut_short: int = 0  # earlier starts of this run that did not end in good order; rank 0 knows
 

@@ -172,6 +172,7 @@ class Trainer:
             self.stopped = loop.stopped
             builder.announcer.finish(loop)
         except BaseException as error:
+            session.times.broke_off()
             if loop is not None and isinstance(error, Exception):
                 loop.rescue(error)
             builder.fail(error)

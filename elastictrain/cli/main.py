@@ -35,7 +35,6 @@ cli.add_command(run)
 cli.add_command(checkpoint)
 cli.add_command(plan)
 cli.add_command(status)
-cli.add_command(status)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -95,6 +95,11 @@ class TimeBook:
         """Since the last entry goes on what is going on, but for so many seconds that had other causes."""
         self.split(parts, rest=self.doing)
 
+    def broke_off(self) -> None:
+        """An error ended what was going on: what steps took since the last entry, and what follows, nobody knows."""
+        self.doing = "unknown" if self.doing in ("productive", "compile") else self.doing
+        self.settle()
+
     def move(self, seconds: float, *, source: str, to: str) -> None:
         """It turned out that so many seconds of one cause had another."""
         seconds = min(max(seconds, 0.0), self.seconds[source] - self._taken[source])

@@ -40,7 +40,7 @@ def status(lines: Sequence[Mapping[str, Any]], *, now: float | None = None) -> d
         "seen": seen,
         "generation": start["generation"],
         "world_size": start["world_size"],
-        "mesh": start["mesh"],
+        "mesh": start.get("mesh", ""),
         "step": start["step"],
     }
     if end is not None:

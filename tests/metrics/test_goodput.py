@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastictrain import CheckpointConfig, Trainer
+from elastictrain import Callback, CheckpointConfig, Trainer, accounting
+from elastictrain.callback import StepInfo
 from elastictrain.cli.main import _main
 from elastictrain.metrics import goodput as goodput_module
+from elastictrain.metrics import ledger as ledger_module
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, TimeBook, goodput, stretches
 from elastictrain.metrics.ledger import Ledger, read_ledger
 from elastictrain.metrics.status import SILENT, status
@@ -250,7 +254,9 @@ def test_stalls_of_known_length_have_their_cause(tmp_path: Path, capsys: pytest.
 
 
 def test_a_run_that_says_nothing_is_silent() -> None:
-    lines = [start(0, 0), {**spent(0, 0.0, 50.0, [0, 4]), "samples": 8, "tokens": 0}]
+    begins = start(0, 0)
+    begins.pop("mesh", None)  # as an older version has written it
+    lines = [begins, {**spent(0, 0.0, 50.0, [0, 4]), "samples": 8, "tokens": 0}]
     assert status(lines, now=60.0)["state"] == "running"
     found = status(lines, now=51.0 + SILENT)
     assert (found["state"], found["seen"], found["step"], found["samples"]) == ("silent", 50.0, 4, 8)
@@ -261,7 +267,7 @@ def test_waiting_for_a_slower_rank_is_straggling(tmp_path: Path) -> None:
     class Uneven(Recorded):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_rank == 1:
-                time.sleep(0.1)
+                time.sleep(0.5)
             return super().training_step(batch, batch_idx)
 
     def train(rank: int, world_size: int) -> None:
@@ -276,5 +282,72 @@ def test_waiting_for_a_slower_rank_is_straggling(tmp_path: Path) -> None:
 
     run_ranks(train, 2)
     account = goodput(read_ledger(RunDir(tmp_path)))
-    assert account.seconds["straggling"] >= 0.2, "most of 0.4 s, in which rank 0 has something to do as well"
+    assert account.seconds["straggling"] >= 0.2, "a part of 2 s, in which rank 0 has something to do as well"
     assert account.seconds["productive"] > 0
+
+
+@pytest.mark.slow
+def test_one_node_of_two_tells_the_end(tmp_path: Path) -> None:
+    def train(rank: int, world_size: int) -> list[str]:
+        warnings: list[str] = []
+        pytest.MonkeyPatch().setattr(ledger_module.log, "warning", lambda text, *args: warnings.append(text % args))
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        options: dict[str, Any] = {"max_steps": 2, "global_batch_size": 24, "micro_batch_size": 12, "log_every": 1}
+        Trainer(run_dir=str(tmp_path), mesh="dp_replicate=2", **options).fit(Recorded())
+        return warnings
+
+    assert run_ranks(train, 2) == [[], []]
+    lines = read_ledger(RunDir(tmp_path))
+    assert [line["outcome"] for line in lines if line["event"] == "end"] == ["finished"]
+    assert len([line for line in lines if line["event"] == "node"]) == 2
+
+
+def test_what_an_exception_broke_off_is_not_productive(tmp_path: Path) -> None:
+    class Fails(Recorded):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                time.sleep(0.3)
+                raise ValueError("no")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match="no"):
+        Trainer(run_dir=str(tmp_path), max_steps=4, global_batch_size=24, log_every=1).fit(Fails())
+    lines = read_ledger(RunDir(tmp_path))
+    spent = goodput(lines).seconds
+    assert spent["unknown"] >= 0.29 and spent["startup"] > 0
+    times = [line for line in lines if line["event"] == "time"]
+    assert sum(spent.values()) == pytest.approx(times[-1]["to"] - times[0]["from"], abs=1e-3)
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_what_earlier_starts_spent_is_read_beside_training(
+    tmp_path: Path, is_readable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"run_dir": str(tmp_path), "global_batch_size": 24, "log_every": 1}
+    Trainer(max_steps=2, **options).fit(Recorded())
+    earlier = goodput(read_ledger(RunDir(tmp_path)))
+    assert sorted(logged(tmp_path, "goodput/percent")) == [1, 2]
+    is_read, may_read = threading.Event(), threading.Event()
+
+    def read(run_dir: RunDir) -> Any:
+        assert may_read.wait(60)
+        if not is_readable:
+            is_read.set()
+            raise OSError("gone")
+        return read_ledger(run_dir)
+
+    class Waits(Callback):
+        def on_step_end(self, info: StepInfo) -> None:
+            if info.step == 4:
+                may_read.set()
+                (thread,) = [one for one in threading.enumerate() if one.name == accounting.READER]
+                thread.join(60)
+
+    monkeypatch.setattr(accounting, "read_ledger", read)
+    with caplog.at_level("WARNING"):
+        Trainer(max_steps=6, callbacks=[Waits()], **options).fit(Recorded())
+    assert caplog.text.count("the ledger cannot be read (OSError: gone)") == (not is_readable)
+    assert sorted(logged(tmp_path, "goodput/percent")) == ([1, 2, 5, 6] if is_readable else [1, 2])
+    lost = logged(tmp_path, "goodput/lost/startup")
+    if is_readable:
+        assert lost[6] >= earlier.seconds["startup"]
