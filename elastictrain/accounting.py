@@ -123,7 +123,7 @@ class Account:
 
 def _spent_before(lines: list[Line], begun: list[Line]) -> Goodput:
     """By earlier starts, up to the beginning of this one: what this start has written meanwhile is known otherwise."""
-    mine = max(line["generation"] for line in lines if line["event"] == "start")
+    mine = max(line["generation"] for line in begun or lines)
     there = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node")]
     opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
     return goodput([*there, *opening, *begun])
