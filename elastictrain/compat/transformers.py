@@ -13,7 +13,9 @@ from torch import nn
 
 
 def description(module: nn.Module) -> dict[str, Any] | None:
-    """Of the outermost ``PreTrainedModel`` within ``module``, or None: what an export needs, as JSON holds it.
+    """Of the outermost ``PreTrainedModel`` within ``module``: what an export needs, as JSON holds it.
+
+    None where there is none, or its configuration has something that JSON cannot hold.
 
     ``prefix`` is of its tensors' names within ``module``; ``config`` and ``generation`` are the contents of
     ``config.json`` and ``generation_config.json``, the latter None where it generates nothing.
@@ -26,18 +28,16 @@ def description(module: nn.Module) -> dict[str, Any] | None:
     if found is None:
         return None
     name, model = found
-    config = json.loads(model.config.to_json_string())
     # Sharding gives a module a class of its own, derived from the model's.
     own = next(c for c in type(model).__mro__ if issubclass(c, base) and not c.__module__.startswith("torch."))
-    config["architectures"] = [own.__name__]
     generation = getattr(model, "generation_config", None)
-    kept = {
-        "prefix": f"{name}." if name else "",
-        "config": config,
-        "generation": None if generation is None else json.loads(generation.to_json_string()),
-    }
     try:
+        kept = {
+            "prefix": f"{name}." if name else "",
+            "config": {**json.loads(model.config.to_json_string()), "architectures": [own.__name__]},
+            "generation": None if generation is None else json.loads(generation.to_json_string()),
+        }
         json.dumps(kept, allow_nan=False)
-    except ValueError:  # not a number that JSON has: no reason to save nothing
+    except (TypeError, ValueError):  # something that JSON has not: no reason to save nothing
         return None
     return kept

@@ -19,6 +19,7 @@ from elastictrain import CheckpointConfig, Trainer, UsageError
 from elastictrain.callbacks import EMA
 from elastictrain.checkpoint import CheckpointReader, resolve
 from elastictrain.checkpoint.export import export
+from elastictrain.compat.transformers import description
 from elastictrain.own_plan import own_plan
 from elastictrain.parallel.build import configure
 from elastictrain.parallel.deferred import record
@@ -291,6 +292,15 @@ def test_what_cannot_be_split(name: str, kind: type[CausalLM], tp: int, message:
     with pytest.raises(UsageError, match=message) as raised:
         read_plan(built(name, kind), tp)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", [{1}, object()])
+def test_a_configuration_that_json_cannot_hold_is_left_out(value: Any) -> None:
+    task = nn.Sequential(transformers.LlamaForCausalLM(CONFIGS["llama"]()))
+    told = description(task)
+    assert told is not None and told["config"]["architectures"] == ["LlamaForCausalLM"]
+    task[0].config.extra = value
+    assert description(task) is None
 
 
 class Experts(nn.Module):
