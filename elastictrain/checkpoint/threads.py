@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from elastictrain.machine import usable_cores
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ def in_threads(action: Callable[[T], object], things: Iterable[T]) -> None:
             left.clear()
             raise
 
-    others = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(left)) - 1
+    others = min(MAX_THREADS, usable_cores(), len(left)) - 1
     if others < 1:
         work()
         return

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from elastictrain.elastic.membership import ASSIGNMENT
+from elastictrain.machine import usable_cores
 
 
 class WorkerProcess:
@@ -88,9 +89,8 @@ def worker_env(
     assignment: str,
 ) -> dict[str, str]:
     """The environment of one worker: the agent's, plus what torchrun would say, plus where the assignment is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // local_world_size)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // local_world_size)),
         "PYTHONUNBUFFERED": "1",  # what a killed worker has printed is seen
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every peer of a dead worker warns at length
     }

@@ -107,7 +107,7 @@ def test_verify_compares_with_several_threads(tmp_path: Path, monkeypatch: pytes
         assert two.wait(60.0), "one thread reads all"
         return damage(*args)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("elastictrain.checkpoint.threads.usable_cores", lambda: 2)
     monkeypatch.setattr(Blocks, "damage", wait)
     assert export.verify(CheckpointReader(path)) == []
 
