@@ -139,8 +139,6 @@ def test_a_frozen_job_learns_that_it_has_lost(tmp_path: Path) -> None:
 class Robbed(Recorded):
     """Another job takes the directory while rank 0 computes step 3; the others know nothing of it."""
 
-    trainer_lease: Lease | None = None
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         lease = self.trainer._session.lease
         if lease is not None and self.global_step == 2 and lease.lost is None:

@@ -266,7 +266,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     run.signal(signal.SIGINT)
     outcome = run.wait()
-    assert time.monotonic() - start < 20.0  # and not after the minutes of grace
+    assert time.monotonic() - start < 60.0  # and not after the ten minutes of grace
     assert outcome["code"] == 130
     assert "killed at once" in outcome["message"]
 
@@ -280,12 +280,12 @@ def test_one_keypress_that_arrives_twice_is_one(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_workers_import_ends_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, workers=2, job={"import": 30.0})
+    run = Run(tmp_path, workers=2, job={"import": 120.0})
     time.sleep(1.0)
     start = time.monotonic()
     run.signal(signal.SIGINT)
     outcome = run.wait()
-    assert time.monotonic() - start < 20.0  # and not after the 30 s of the import
+    assert time.monotonic() - start < 60.0  # and not after the 120 s of the import
     assert outcome["code"] == 75
     assert outcome["message"] == "stopped before training went on: nothing is lost"
 
