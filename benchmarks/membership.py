@@ -29,10 +29,10 @@ from typing import Any
 
 from elastictrain.channel import key_of
 from elastictrain.elastic.chain import Generation, Member
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.links import Link
 from elastictrain.elastic.node import RunNode, listen
 from elastictrain.elastic.runlog import FixedLog, RunLog
+from elastictrain.elastic.timing import Timing
 from elastictrain.rundir import RunDir
 
 KEY = key_of("a token for benchmarks")

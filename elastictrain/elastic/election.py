@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from elastictrain.elastic.chain import Entry, Generation, Member
-from elastictrain.elastic.leader import Timing
+from elastictrain.elastic.timing import Timing
 
 MAX_ASKED = 8  # peers in a pre-vote
 MAX_DOUBLINGS = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastictrain.elastic.actions import Action, Closed, Formed, Left, Send, StopAt
 from elastictrain.elastic.chain import ChainError, Generation, Member, Message, changed, generation_from_json
-from elastictrain.elastic.leader import Timing
+from elastictrain.elastic.timing import Timing
 
 
 class Following:

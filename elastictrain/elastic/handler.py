@@ -38,10 +38,10 @@ from torch.distributed.elastic.rendezvous import (
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import VARIABLE, make_token, read_token
 from elastictrain.elastic.chain import Generation, Member
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.node import Log, RunNode, listen
 from elastictrain.elastic.rendezvous import LOOPBACK, GenerationHandler, free_port
 from elastictrain.elastic.runlog import FOLDER, FixedLog, RunLog
+from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 

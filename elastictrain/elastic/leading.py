@@ -10,7 +10,8 @@ from typing import Any
 from elastictrain.elastic import leader as deciding
 from elastictrain.elastic.actions import Action, Close, Create, Read, Send, Trim
 from elastictrain.elastic.chain import ChainError, Entry, Message, difference, member_from_json
-from elastictrain.elastic.leader import Leader, Timing
+from elastictrain.elastic.leader import Leader
+from elastictrain.elastic.timing import Timing
 
 TRIM_EVERY = 32  # entries
 

@@ -3,14 +3,13 @@
 The same bytes on the wire as :class:`~elastictrain.channel.Channel`: a handshake in which both sides prove that they have
 the key, then frames with a MAC each. No frame here has a body.
 
-On failure: whatever is not what should come next closes the connection; nothing is answered. :attr:`Links.refused` counts
-those who did not have the key, and each address that sends one is told to the log once.
+On failure: whatever is not what should come next closes the connection; nothing is answered. ``on_refused`` is told why,
+and :class:`~elastictrain.elastic.node.RunNode` counts it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +29,6 @@ from elastictrain.channel import (
     proof,
 )
 
-log = logging.getLogger(__name__)
-
 MAX_MESSAGE_BYTES = 16 << 20  # thousands of members, with room
 MAX_STRANGERS = 256  # connections at a time that have not proved to have the key
 CLOSE_SECONDS = 5.0
@@ -44,7 +41,8 @@ class Link(asyncio.Protocol):
     Args:
         on_open: called once both sides have proved to have the key.
         on_message: called with each message.
-        on_closed: called at the end; whether it was open before.
+        on_closed: called at the end, open before or not.
+        on_refused: called before that, with the reason, where the other side did not say what it should.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class Link(asyncio.Protocol):
         is_client: bool,
         on_open: Callable[[Link], None],
         on_message: Callable[[Link, dict[str, Any]], None],
-        on_closed: Callable[[Link, bool], None],
+        on_closed: Callable[[Link], None],
         on_refused: Callable[[Link, str], None],
     ) -> None:
         self._key, self._is_client = key, is_client
@@ -95,7 +93,7 @@ class Link(asyncio.Protocol):
         if self._timeout is not None:
             self._timeout.cancel()
         self._is_over = True
-        self._on_closed(self, self._seal is not None)
+        self._on_closed(self)
 
     # ---- ours --------------------------------------------------------------------------------------------------------
 

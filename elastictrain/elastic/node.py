@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from elastictrain.elastic import actions
 from elastictrain.elastic.chain import Entry, Generation, Member, Message
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.links import MAX_STRANGERS, Link
 from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.runlog import RunLogError
+from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,9 @@ class RunNode:
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
         self._numbers: dict[Link, int] = {}
-        self._num_accepted = self._num_strangers = 0
+        self._num_accepted = 0
+        self._strangers: set[Link] = set()  # have come to us and not yet proved to have the key
+        self._has_room = asyncio.Event()
         self._warned: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="elastictrain-log")
@@ -144,22 +146,22 @@ class RunNode:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            server = self._loop.run_until_complete(
-                self._loop.create_server(self._accepted, sock=self._server, backlog=BACKLOG)
-            )
+            door = self._loop.create_task(self._accept())
             self._tell(self._peer.on_start)
             self._loop.run_forever()
-            self._loop.run_until_complete(self._shut(server))
+            self._loop.run_until_complete(self._shut(door))
         except BaseException as error:
             self._end(error)
         finally:
             self._loop.close()
 
-    async def _shut(self, server: asyncio.Server) -> None:
-        server.close()
+    async def _shut(self, door: asyncio.Task[None]) -> None:
+        door.cancel()
+        await asyncio.wait([door])
+        self._server.close()
         if self._timer is not None:
             self._timer.cancel()
-        for link in list(self._numbers):
+        for link in [*self._numbers, *self._strangers]:
             link.close()
         self._numbers.clear()
         await asyncio.sleep(0.01)  # the last words go out
@@ -287,12 +289,41 @@ class RunNode:
             self._links[number], self._numbers[link] = link, number
         return link
 
-    def _accepted(self) -> Link:
+    async def _accept(self) -> None:
+        """Let strangers in, so many at a time. The others wait at the door, in the system's queue: after a takeover all
+        nodes come at once, and none of them is to be turned away."""
+        self._server.setblocking(False)
+        try:
+            while True:
+                while len(self._strangers) >= MAX_STRANGERS:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                try:
+                    connection, _ = await self._loop.sock_accept(self._server)
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:  # no descriptor is left, or no memory
+                    log.warning("no connection can be taken for a second: %s", error)
+                    await asyncio.sleep(1.0)
+                    continue
+                await self._let_in(connection)
+        except Exception as error:
+            log.exception("this node's part in the run has ended")
+            self._end(error)
+
+    async def _let_in(self, connection: socket.socket) -> None:
         link = self._new_link(number=None)
-        self._num_strangers += 1
-        if self._num_strangers > MAX_STRANGERS:
-            self._loop.call_soon(link.close)
-        return link
+        self._strangers.add(link)
+        try:
+            await self._loop.connect_accepted_socket(lambda: link, connection)
+        except OSError:  # it has gone already
+            connection.close()
+            self._is_no_stranger(link)
+
+    def _is_no_stranger(self, link: Link) -> None:
+        """It has the key, or has gone."""
+        self._strangers.discard(link)
+        self._has_room.set()
 
     async def _connect(self, number: int, to: Member) -> None:
         link = self._new_link(number=number)
@@ -309,7 +340,7 @@ class RunNode:
     def _opened(self, link: Link) -> None:
         number = self._numbers.get(link)
         if number is None:
-            self._num_strangers -= 1
+            self._is_no_stranger(link)
             self._num_accepted += 1
             number = self._num_accepted
             self._links[number], self._numbers[link] = link, number
@@ -321,13 +352,12 @@ class RunNode:
         if number is not None:
             self._tell(self._peer.on_message, number, message)
 
-    def _was_closed(self, link: Link, was_open: bool) -> None:
+    def _was_closed(self, link: Link) -> None:
+        self._is_no_stranger(link)
         number = self._numbers.pop(link, None)
         if number is not None:
             self._links.pop(number, None)
             self._tell(self._peer.on_link_lost, number)
-        elif not was_open:
-            self._num_strangers -= 1
 
     def _refused(self, link: Link, why: str) -> None:
         self.num_refused += 1

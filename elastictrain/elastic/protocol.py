@@ -26,8 +26,8 @@ from elastictrain.elastic.actions import Action, Close, Connect, Create, Read, S
 from elastictrain.elastic.chain import ChainError, Entry, Generation, Member, Message
 from elastictrain.elastic.election import Election, Verdict
 from elastictrain.elastic.following import Following
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.leading import Leading
+from elastictrain.elastic.timing import Timing
 
 
 class State(Enum):

@@ -17,9 +17,9 @@ from typing import Any
 
 from elastictrain.channel import key_of
 from elastictrain.elastic.chain import Generation, Member
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.node import RunNode, listen
 from elastictrain.elastic.runlog import RunLog
+from elastictrain.elastic.timing import Timing
 from elastictrain.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import struct
@@ -16,15 +17,17 @@ from pathlib import Path
 import pytest
 
 from elastictrain.channel import HELLO_BYTES, MAGIC, Channel, ChannelError, RefusedError, key_of, packed, proof
+from elastictrain.elastic import links as links_module
+from elastictrain.elastic import node as node_module
 from elastictrain.elastic.chain import Member
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.node import RunNode, listen
 from elastictrain.elastic.runlog import FixedLog, RunLog, RunLogError
+from elastictrain.elastic.timing import Timing
 from elastictrain.rundir import RunDir
 from tests.elastic.fleet import TOKEN, NodeProcess, make_node, wait_for
 
 # Long enough for a machine that is very busy: only a process that is stopped is silent for so long.
-PATIENT = Timing(min_nodes=1, max_nodes=8, ttl=15.0, beat=0.25)
+PATIENT = Timing(min_nodes=1, max_nodes=8, ttl=15.0, beat=0.25, form=0.1)
 
 
 @pytest.fixture
@@ -265,6 +268,62 @@ def test_strangers_are_refused_told_of_once_and_have_no_effect(
     assert len(warnings) == 1, "one address, one line"
     assert all(node.generation == before and node.error is None for node in nodes)
     assert [path.name for path in sorted((tmp_path / "log").iterdir())][-1] == f"{target._peer.entry.index:08d}"
+
+
+def is_answered(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0.0)[0])
+
+
+def test_strangers_wait_at_the_door_and_nodes_come_in_once_they_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(links_module, "HANDSHAKE_SECONDS", 600.0)
+    made = [make_node(f"n{number}", str(tmp_path), PATIENT) for number in range(7)]
+    strangers = []
+    try:
+        made[0].start()
+        made[0].ready()
+        assert made[0].wait(lambda: made[0].generation.members == (made[0].me,), seconds=60)
+        for _ in range(12):
+            strangers.append(knock(made[0]))
+            strangers[-1].sendall(MAGIC + bytes(32))
+        wait_for(lambda: sum(map(is_answered, strangers)) >= 4)
+        for _ in range(20):  # turns of its loop, in which it could take more
+            turned = threading.Event()
+            made[0]._call(turned.set)
+            assert turned.wait(60)
+        assert sum(map(is_answered, strangers)) == 4 == len(made[0]._strangers)
+        for node in made[1:]:
+            node.start()
+            node.ready()
+        for stranger in strangers:
+            stranger.close()
+        for node in made:
+            assert node.wait(lambda node=node: len(node.generation.members) == len(made), seconds=60)
+        wait_for(lambda: not made[0]._strangers)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        for node in made:
+            node.stop()
+
+
+def test_a_way_out_that_is_hung_up_on_makes_no_room_for_strangers() -> None:
+    """The limit counts who has come, not whom this node went to."""
+    with listen("127.0.0.1") as wall:
+        wall.settimeout(60)
+        server = listen("127.0.0.1")
+        run_log = FixedLog(Member("wall", *wall.getsockname()[:2]), is_mine=False)
+        me = Member("me", *server.getsockname()[:2])
+        node = RunNode(me, server, run_log=run_log, key=key_of(TOKEN), timing=PATIENT)
+        node.start()
+        try:
+            for _ in range(2):  # the second try says that the end of the first was seen
+                wall.accept()[0].close()
+            assert node._strangers == set() and node.error is None
+        finally:
+            node.stop()
 
 
 def test_a_node_that_says_what_it_must_not_say_is_dropped_alone(nodes: list[RunNode]) -> None:

@@ -12,9 +12,10 @@ from elastictrain.elastic import leader as deciding
 from elastictrain.elastic.actions import Create
 from elastictrain.elastic.chain import Entry
 from elastictrain.elastic.election import Election
-from elastictrain.elastic.leader import Decision, Leader, Timing
+from elastictrain.elastic.leader import Decision, Leader
 from elastictrain.elastic.leading import Leading
 from elastictrain.elastic.protocol import Peer
+from elastictrain.elastic.timing import Timing
 from tests.elastic.world import TIMING, Node, World
 
 

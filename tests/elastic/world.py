@@ -1,15 +1,13 @@
 """A world with a virtual clock for :class:`elastictrain.elastic.protocol.Peer`: network, storage, faults, and their rules.
 
 ``World(seed).run()`` breaks nodes, links and storage at random and checks every invariant at every event; the same seed does
-the same again. ``python -m tests.elastic.world FIRST LAST`` runs many.
+the same again. ``python -m tests.elastic.many_worlds FIRST LAST`` runs many.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +15,8 @@ from typing import Any
 
 from elastictrain.elastic.actions import Action, Close, Connect, Create, Formed, Left, Read, Send, Trim
 from elastictrain.elastic.chain import Entry, Generation, Member
-from elastictrain.elastic.leader import Timing
 from elastictrain.elastic.protocol import Peer
+from elastictrain.elastic.timing import Timing
 from tests.elastic.virtual_storage import Storage
 
 TIMING = Timing(min_nodes=2, max_nodes=4, ttl=1.0, beat=0.25, isolation=1.5, form=0.5)
@@ -383,26 +381,3 @@ class World:
         for node in self.nodes.values():
             for pipe in node.pipes.values():
                 self._move(pipe)
-
-
-def main() -> None:
-    first, last = int(sys.argv[1]), int(sys.argv[2])
-    start = time.process_time()
-    events = entries = epochs = fenced = 0
-    failed: list[int] = []
-    for seed in range(first, last):
-        try:
-            world = World(seed).run()
-        except AssertionError as error:
-            failed.append(seed)
-            if len(failed) < 4:
-                print(f"seed {seed}: {str(error)[:1500]}")
-            continue
-        events, fenced = events + world.num_events, fenced + world.num_fenced
-        entries, epochs = entries + world.log[-1].index, epochs + world.log[-1].epoch
-    print(f"{last - first} seeds, {events} events, {entries} entries, {epochs} epochs, {fenced} leaders fenced,"
-          f" {len(failed)} failed {failed[:20]}, {time.process_time() - start:.1f} s")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

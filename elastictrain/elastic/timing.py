@@ -1,0 +1,45 @@
+"""How long the nodes of a run wait for what: numbers alone, which all parts of the protocol share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long things may take, and how many nodes a run has.
+
+    Args:
+        min_nodes, max_nodes: below the one nothing is formed, above the other nodes stand by.
+        beat: seconds between two signs of life; more with many nodes, see :meth:`beat_for`.
+        ttl: seconds of silence after which a node, or the leader, is taken for lost.
+        settle, gather: seconds that losses, and joins, wait for others like them.
+        form: seconds that the first generation waits for more nodes once there are enough.
+        grace: seconds that a new leader waits for the members it has inherited.
+        probe: seconds that everybody has to answer when somebody suspects a loss.
+        retry: seconds that a leader that does not answer has to answer again.
+        stagger: seconds between the claims of two survivors.
+        isolation: seconds that a node that reaches nobody, and belongs to nobody, waits before it claims; doubled each time.
+        lead: steps between the newest known one and a proposed boundary.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1 << 20
+    beat: float = 0.25
+    ttl: float = 2.0
+    settle: float = 0.02
+    gather: float = 0.3
+    form: float = 1.0
+    grace: float = 1.0
+    probe: float = 0.4
+    retry: float = 0.3
+    stagger: float = 0.03
+    isolation: float = 5.0
+    lead: int = 2
+
+    def beat_for(self, num_nodes: int) -> float:
+        """So that the leader of a large run reads about 2,500 signs of life a second and no more."""
+        return max(self.beat, num_nodes / 2500)
+
+    def ttl_for(self, num_nodes: int) -> float:
+        return max(self.ttl, 4 * self.beat_for(num_nodes))
