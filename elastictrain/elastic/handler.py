@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 import urllib.parse
 import uuid
@@ -182,7 +183,22 @@ class RunRendezvous(GenerationHandler):
         return self._node.generation
 
     def _meet(self, generation: Generation, deadline: float) -> RendezvousInfo | None:
-        """Agree on where the workers meet; None: there is a newer generation, or the first member does not answer."""
+        """Agree on where the workers meet; None: there is a newer generation, or the first member does not answer.
+
+        A first member that is dead is tried for half a minute, and one that is stopped may be waited for without end, so
+        that is for another thread, which is left alone once there is a newer generation.
+        """
+        met: list[RendezvousInfo | None] = []
+        meeting = threading.Thread(target=lambda: met.append(self._ask_first(generation, deadline)), daemon=True)
+        meeting.start()
+        while meeting.is_alive() and not self._is_past(generation, deadline):
+            meeting.join(0.01)
+        return met[0] if met else None
+
+    def _is_past(self, generation: Generation, deadline: float) -> bool:
+        return self._node.generation.number > generation.number or time.monotonic() > deadline
+
+    def _ask_first(self, generation: Generation, deadline: float) -> RendezvousInfo | None:
         rank = generation.rank_of(self._node.me.node)
         assert rank is not None
         first = generation.members[0]
@@ -192,7 +208,7 @@ class RunRendezvous(GenerationHandler):
             if rank == 0:
                 store.set(MASTER, f"{self._host} {free_port()}")
             while not store.check([MASTER]):
-                if self._node.generation.number > generation.number or time.monotonic() > deadline:
+                if self._is_past(generation, deadline):
                     return None
                 time.sleep(0.01)
             host, port = store.get(MASTER).decode().split()

@@ -89,7 +89,7 @@ def main() -> None:
             step += 1
             node.steps(step)
     if leaving:
-        sys.exit(0 if node.leave(seconds=20.0) else 3)
+        sys.exit(0 if node.leave(seconds=60.0) else 3)
     print(node.error, file=sys.stderr)
     sys.exit(1)
 

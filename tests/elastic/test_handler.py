@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousInfo,
@@ -23,7 +27,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import read_token
+from elastictrain.elastic import handler as handler_module
+from elastictrain.elastic.chain import Member
 from elastictrain.elastic.handler import BACKEND, RunRendezvous, _host_and_port, create
+from elastictrain.elastic.node import listen
 from elastictrain.elastic.runlog import RunLog
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
@@ -31,7 +38,7 @@ from tests.elastic.fleet import ROOT, wait_for
 from tests.helpers import free_port
 
 WORKER = ROOT / "tests" / "elastic" / "rendezvous_worker.py"
-PATIENT = {"ttl": 15.0, "last_call_timeout": 0.5}
+PATIENT = {"ttl": 15.0, "last_call_timeout": 0.1}
 
 
 def parameters(endpoint: str, *, nodes: tuple[int, int] = (1, 4), **more: Any) -> RendezvousParameters:
@@ -59,8 +66,7 @@ def all_next(handlers: list[RunRendezvous]) -> list[RendezvousInfo]:
 
 @pytest.fixture
 def handlers(tmp_path: Path) -> Iterator[list[RunRendezvous]]:
-    made = [create(parameters(str(tmp_path), nodes=(3, 4)))]
-    made += [create(parameters(str(tmp_path), nodes=(3, 4))) for _ in range(2)]
+    made = [create(parameters(str(tmp_path), nodes=(3, 4))) for _ in range(3)]
     yield made
     for handler in made:
         handler._node.stop()
@@ -90,7 +96,8 @@ def test_failed_workers_of_one_node_bring_all_into_a_new_generation(handlers: li
 
 
 def test_one_that_leaves_closes_nothing_for_the_others(tmp_path: Path) -> None:
-    made = [create(parameters(str(tmp_path), last_call_timeout=2.0)) for _ in range(2)]
+    # They begin when the second is there, and not before: with two it is full.
+    made = [create(parameters(str(tmp_path), nodes=(1, 2), last_call_timeout=60.0)) for _ in range(2)]
     try:
         assert {info.world_size for info in all_next(made)} == {2}
         assert made[0].shutdown()
@@ -103,8 +110,43 @@ def test_one_that_leaves_closes_nothing_for_the_others(tmp_path: Path) -> None:
             handler._node.stop()
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_first_member_that_does_not_answer_is_left_alone_once_there_is_a_newer_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """A dead one refuses, and torch tries again; for a stopped one the kernel still takes connections."""
+    has_tried = threading.Event()
+
+    def store(*arguments: Any, **named: Any) -> TCPStore:
+        has_tried.set()
+        return TCPStore(*arguments, **named)
+
+    monkeypatch.setattr(handler_module, "STORE_TIMEOUT", timedelta(seconds=600))
+    handler, silent = create(parameters(str(tmp_path))), listen("127.0.0.1")
+    try:
+        assert handler.next_rendezvous().world_size == 1
+        monkeypatch.setattr(handler_module, "TCPStore", store)
+        node, now = handler._node, handler._node.generation
+        port = silent.getsockname()[1] if is_stopped else free_port()
+        dead = Member("dead", "127.0.0.1", free_port(), port)
+        with_dead = replace(now, number=now.number + 1, members=(dead, node.me))
+        node._notify(generation=with_dead)
+        met: list[Any] = []
+        meeting = threading.Thread(
+            target=lambda: met.append(handler._meet(with_dead, time.monotonic() + 600)), daemon=True
+        )
+        meeting.start()
+        assert has_tried.wait(60)
+        node._notify(generation=replace(now, number=now.number + 2))
+        meeting.join(60)
+        assert met == [None]
+    finally:
+        silent.close()
+        handler._node.stop()
+
+
 def test_too_few_nodes_is_a_timeout_and_a_closed_run_is_said(tmp_path: Path) -> None:
-    handler = create(parameters(str(tmp_path), nodes=(2, 2), join_timeout=0.5))
+    handler = create(parameters(str(tmp_path), nodes=(2, 2), join_timeout=0.2))
     try:
         with pytest.raises(RendezvousTimeoutError):
             handler.next_rendezvous()

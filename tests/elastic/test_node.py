@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_closed_run_is_closed_for_all_and_the_next_start_opens_it(nodes: list[
         node.wait(lambda: False, seconds=60)
         assert node.closed == "enough"
         node.stop()
-    again = make_node("again", str(tmp_path), PATIENT)
+    again = make_node("again", str(tmp_path), replace(PATIENT, grace=0.1))
     again.start()
     again.ready()
     try:
@@ -113,9 +114,9 @@ def test_a_fixed_endpoint_leads_needs_no_log_and_may_come_back() -> None:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[dict[str, NodeProcess]]:
+def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, NodeProcess]]:
     url = str(tmp_path / "run")
-    timing = json.dumps({"ttl": 4.0})
+    timing = json.dumps({"ttl": getattr(request, "param", PATIENT.ttl)})
     made = {name: NodeProcess(name, url, num=(1, 4), out=tmp_path, timing=timing) for name in "abcd"}
     try:
         wait_for(lambda: all(len(node.newest()["members"]) == 4 for node in made.values()))
@@ -150,14 +151,17 @@ def test_a_leader_and_then_a_member_are_killed(fleet: dict[str, NodeProcess], tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "fleet", [4.0], indirect=True
+)  # it is waited for; one that is lost besides changes nothing here
 def test_a_leader_that_was_stopped_comes_back_as_one_of_many(fleet: dict[str, NodeProcess], tmp_path: Path) -> None:
     frozen = newest_leader(fleet, tmp_path)
     frozen.process.send_signal(signal.SIGSTOP)
     rest = [node for node in fleet.values() if node is not frozen]
     wait_for(lambda: agreed(rest))
+    assert newest_leader(fleet, tmp_path) is not frozen
     frozen.process.send_signal(signal.SIGCONT)
     wait_for(lambda: agreed(list(fleet.values())))
-    assert newest_leader(fleet, tmp_path) is not frozen
     generations = {(line["number"], tuple(line["members"])) for node in fleet.values() for line in node.said()}
     assert len(generations) == len({number for number, _ in generations}), "two generations of one number"
 
@@ -166,7 +170,7 @@ def test_a_leader_that_was_stopped_comes_back_as_one_of_many(fleet: dict[str, No
 def test_sigterm_lets_one_node_go_at_a_boundary(fleet: dict[str, NodeProcess]) -> None:
     gone = fleet.pop("b")
     gone.process.terminate()
-    assert gone.process.wait(timeout=60) == 0
+    assert gone.process.wait(timeout=90) == 0
     wait_for(lambda: agreed(list(fleet.values())))
     assert fleet["a"].newest()["boundary"] > 0
 
