@@ -127,7 +127,7 @@ class Follower:
         self.beat_every = 0.25
         self.link = Link(
             KEY, is_client=True, on_open=self._opened, on_message=self._told,
-            on_closed=lambda _link, _was_open: None, on_refused=lambda _link, why: print(why),
+            on_closed=lambda _link: None, on_refused=lambda _link, why: print(why),
         )  # fmt: skip
 
     def _opened(self, link: Link) -> None:
