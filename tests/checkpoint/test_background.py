@@ -70,6 +70,20 @@ def test_a_save_is_left_out_while_another_is_written(tmp_path: Path, caplog: pyt
     assert "no checkpoint of step 4: an earlier one is still being written (2 left out so far)" in caplog.text
 
 
+def test_a_last_save_waits_only_so_long_for_earlier_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = manager(str(tmp_path), keep_last=None, when_busy="skip")
+    state = {"w": torch.zeros(3)}
+    checkpoints.save(1, state)
+    assert checkpoints.saves.writer_pid is not None
+    os.kill(checkpoints.saves.writer_pid, 19)  # SIGSTOP
+    assert checkpoints.begin(2, state) == (True, [])
+    assert checkpoints.save_last(3, state, seconds=0.3) == []
+    assert "no checkpoint of step 3 was written" in caplog.text and "still being written after 0.3 s" in caplog.text
+    os.kill(checkpoints.saves.writer_pid, 18)  # SIGCONT
+    assert [info.step for info in checkpoints.wait()] == [2]
+    assert [info.step for info in checkpoints.save_last(4, state, seconds=60.0)] == [4]
+
+
 @pytest.mark.slow
 def test_memory_is_twice_the_state_at_most_over_200_saves(tmp_path: Path) -> None:
     """Images of the worker and its writer together, with as many saves under way as there may be; nothing else grows."""
