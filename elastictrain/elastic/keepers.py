@@ -2,8 +2,8 @@
 
 A worker writes what it wants (the run's key and a name) beside its assignment and sets a word of its cell; the agent's loop
 sees the word, and a thread starts a keeper or takes over the one that a killed agent has left, and writes where it is.
-Should the keeper die, another one is started. Where the run is over, so is the keeper; an agent that fails leaves it, because its
-copies may be what is left of another node, and whoever starts the run again takes it over.
+Should the keeper die, another one is started. Where the run is over, so is the keeper; an agent that fails leaves it,
+because its copies may be what is left of another node, and whoever starts the run again takes it over.
 
 On failure: a keeper that cannot be had is said once, with the reason, and looked for again every few seconds; workers train
 without. The agent's loop waits for none of it.
