@@ -3,8 +3,10 @@
 A snapshot is of this run's past if it carries the run's id, and no later start of the run has begun before its step: that
 one has trained other steps in their place. A start with ``resume="never"`` looks at none but those of its own job.
 
-On failure: what is missing for snapshots, or cannot be had, is a note of the start-up summary, and training goes on without.
-A token that cannot be one is a :class:`~elastictrain.errors.UsageError`.
+On failure: what is missing for snapshots, or cannot be had, is a note of the start-up summary, and training goes on
+without. A token that cannot be one is a :class:`~elastictrain.errors.UsageError`. Where snapshots are there and the run
+directory does not say whether they are the run's past, that is a :class:`~elastictrain.errors.CheckpointError` on all
+ranks: another start may be luckier, and going on without them would throw steps away.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from elastictrain.checkpoint.memory import Memory, Snapshot
 from elastictrain.checkpoint.ranks import Ranks, RoundFailed
 from elastictrain.checkpoint.snapshots import Identity
 from elastictrain.checkpoint.token import has_token, make_token, read_token
-from elastictrain.errors import UsageError
+from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.metrics.ledger import start_steps
+from elastictrain.rundir import answering
 from elastictrain.session import Session
 
 Ask = Callable[[Callable[[], Any]], Any]  # rank 0's answer on every rank
@@ -74,17 +77,18 @@ class Recalling:
         return self._memory.open(snapshot)
 
     def reject(self, snapshot: Snapshot) -> None:
-        """Nobody shall find it again."""
+        """It could not be restored: where it is damaged, nobody shall find it again. A collective."""
         self._memory.reject(snapshot)
 
-    def begin(self, manager: CheckpointManager, *, run: str, start: int) -> None:
-        """Restoring is over; from now on snapshots can be taken. A collective."""
+    def begin(self, manager: CheckpointManager, *, run: str, start: int, base: Snapshot | None) -> None:
+        """Restoring is over, from ``base`` if it was a snapshot; from now on snapshots can be taken. A collective."""
         if not self._has_met:
             self._ask_main(lambda: make_token(self._run_dir))
             self._meet(None)
         self._memory.hang_up()
         if self._memory.link is not None:
-            identity = Identity(run, self._session.membership.job_id, start)
+            restored = None if base is None else base.about.snapshot
+            identity = Identity(run, self._session.membership.job_id, start, restored)
             manager.take_snapshots(self._memory.taker(identity))
 
     @property
@@ -103,8 +107,10 @@ class Recalling:
                 lambda: key_of(read_token(self._run_dir)), lambda abouts: self._are_past(abouts, recorded)
             )
         except RoundFailed as failed:
-            if any(one.kind == "UsageError" for one in failed.failures):
-                raise UsageError(failed.failures[0].text) from failed
+            for kind in (CheckpointError, UsageError):
+                for one in failed.failures:
+                    if one.kind == kind.__name__:
+                        raise kind(one.text) from failed
             self._notes.append(f"snapshots in memory cannot be looked for: {failed}")
             return []
         if missing := self._memory.missing:
@@ -116,9 +122,16 @@ class Recalling:
         s = self._session
         if recorded is None or not abouts:
             return [False] * len(abouts)
-        starts = start_steps(self._run_dir, after=min(one.start for one in abouts))
+        with answering(self._unreadable):
+            starts = start_steps(self._run_dir, after=min(one.start for one in abouts))
         job = s.membership.job_id if s.settings.resume == "never" else None
         return [is_past(one, run=runfile.id_of(recorded), job=job, starts=starts) for one in abouts]
+
+    def _unreadable(self, _error: BaseException, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"run directory {self._run_dir} cannot be used ({reason}): check that it can be reached, and its"
+            " permissions and credentials"
+        )
 
 
 def is_past(about: About, *, run: str, job: str | None, starts: Mapping[int, int]) -> bool:

@@ -232,7 +232,8 @@ class Resumption:
             self._open_ledger(start)
             if self._recalling is not None:
                 assert self.manager is not None
-                self._recalling.begin(self.manager, run=run, start=start)
+                base = self._snapshots[0] if self._snapshots else None
+                self._recalling.begin(self.manager, run=run, start=start, base=base)
 
     def _write(self) -> tuple[str, int]:
         """The run's id, and the number of this start."""

@@ -1,8 +1,9 @@
 """What a keeper holds: images of snapshots, those of its own node and copies of another one's. Imports no torch.
 
 An image counts once it is whole: hashed where it was staged, compared with those hashes where it is a copy. How many there
-are is bounded: :data:`MAX_OWN` of each rank of this node, :data:`MAX_COPIES` of each rank of the other, and as many again
-of the start before until one of the new start is whole on all ranks.
+are is bounded: :data:`MAX_OWN` of each rank of this node, :data:`MAX_COPIES` of each rank of the other, and of
+earlier starts nothing but the snapshot that the newest one has gone on from, until one of its own is whole on all ranks (and
+copied). What a start has left that was not gone on from goes with the first snapshot of the next start.
 
 On failure: a word of another process that cannot be true is a :class:`~elastictrain.channel.ChannelError`.
 """
@@ -134,9 +135,10 @@ class Store:
         with self._lock:
             self._held = [one for one in self._held if not fits(one)]
 
-    def drop_older(self, about: About) -> None:
-        """All that other starts have left: one of this start is whole on all ranks."""
-        self.drop(lambda one: (one.about.run, one.about.start) != (about.run, about.start))
+    def drop_older(self, about: About, *, base: str | None) -> None:
+        """All that other starts have left, but for the snapshot ``base``, that this start has gone on from."""
+        mine = about.run, about.start
+        self.drop(lambda one: (one.about.run, one.about.start) != mine and one.about.snapshot != base)
 
     def drop_replaced(self) -> None:
         """Those whose memory has been filled with something else since."""

@@ -198,8 +198,8 @@ class _Conversation:
         if memory.num_bytes != about.num_bytes:
             raise ChannelError(f"a snapshot of {about.num_bytes} bytes in an image of {memory.num_bytes}")
         held = Held(about, memory, count(head, "mark"), is_copy=False)
-        if head.get("whole") is True:  # an earlier one of this start is whole on all ranks
-            self._keeper.store.drop_older(about)
+        is_needed = head.get("whole") is not True and head.get("base") is not None  # until one of this start is durable
+        self._keeper.store.drop_older(about, base=text(head, "base") if is_needed else None)
         self._keeper.store.add(held)
         self._keeper.hash(held, tensors, values, copies=head.get("copies") is True, tell=self._tell)
 

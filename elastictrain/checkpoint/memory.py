@@ -12,12 +12,14 @@ On failure: an image that is damaged, or that no keeper gives any more, is a
 from __future__ import annotations
 
 import hashlib
+import random
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastictrain.channel import Channel, ChannelError
+from elastictrain.channel import Channel, ChannelError, GoneError
 from elastictrain.checkpoint.copies import PART_SECONDS, connect, receive_parts, receive_parts_into
 from elastictrain.checkpoint.held import MAX_MANIFEST_BYTES, About, count
 from elastictrain.checkpoint.keeper_link import Address, KeeperLink
@@ -33,6 +35,7 @@ from elastictrain.checkpoint.threads import in_threads
 START_SECONDS = 20.0  # for the agent to start a keeper
 MEET_SECONDS = 30.0  # for a keeper to answer a start; nothing trains meanwhile, and all progress may depend on it
 CONNECT_SECONDS = 5.0
+BUSY_SECONDS = 20.0  # for a keeper that has too many connections
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,14 @@ class Memory:
         self._ranks, self._first, self._ask, self._find = ranks, first, ask, find
         self._meeting = _Meeting((), None, ())
         self._channels: dict[int, Channel] = {}
+        self._out_of_reach: dict[int, str] = {}  # keepers, and why
+        self._damaged: set[str] = set()  # snapshots, as this rank has seen
         self.link: KeeperLink | None = None
         self.missing = 0
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
 
     @property
     def num_keepers(self) -> int:
@@ -137,6 +146,7 @@ class Memory:
         Raises:
             DamagedError: its manifests are not what they were, or cannot be had.
         """
+        self._out_of_reach.clear()
         return SnapshotReader(self, snapshot)
 
     def taker(self, identity: Identity) -> Snapshots:
@@ -144,9 +154,16 @@ class Memory:
         assert self.link is not None
         return Snapshots(self.link, self._ranks, identity, first=self._first)
 
+    def damaged(self, snapshot: Snapshot) -> None:
+        """This rank has read all images of one rank, and each of them differs from its hash."""
+        self._damaged.add(snapshot.about.snapshot)
+
     def reject(self, snapshot: Snapshot) -> None:
-        """It turned out to be damaged: nobody shall find it again."""
-        if self._first and self.link is not None:
+        """It could not be restored: if it is damaged, nobody shall find it again. Collective."""
+        is_damaged = self._ranks.round(
+            lambda: snapshot.about.snapshot in self._damaged, lambda parts: [any(parts)] * len(parts)
+        )
+        if is_damaged and self._first and self.link is not None:
             self.link.try_to_send({"kind": "reject", "id": snapshot.about.snapshot})
 
     def hang_up(self) -> None:
@@ -167,17 +184,15 @@ class Memory:
     def request(self, holder: Holder, head: Mapping[str, Any]) -> tuple[Channel, dict[str, Any], int | None]:
         """Ask the keeper; its answer, and the descriptor that came with it.
 
+        At most one connection to another node is open, so that many ranks are not too many for a keeper.
+
         Raises:
             OSError: it does not answer, or no longer has the image.
         """
         if holder.keeper not in self._channels:
-            assert self.link is not None
-            address = self._meeting.keepers[holder.keeper]
-            if self.is_here(holder):
-                channel = connect_local(address["socket"], self.link.key, seconds=CONNECT_SECONDS)
-            else:
-                channel = connect(address["host"], address["port"], self.link.key)
-            self._channels[holder.keeper] = channel
+            for keeper in [one for one in self._channels if one != self._meeting.here]:
+                self._channels.pop(keeper).close()
+            self._channels[holder.keeper] = self._connect(holder)
         channel = self._channels[holder.keeper]
         try:
             channel.send(head, seconds=PART_SECONDS)
@@ -188,6 +203,24 @@ class Memory:
         if message.head.get("is") != "there":
             raise ChannelError("the keeper no longer has it")
         return channel, message.head, message.descriptor
+
+    def _connect(self, holder: Holder) -> Channel:
+        """To a keeper that is there, even if others take all of its connections for a while."""
+        assert self.link is not None
+        if holder.keeper in self._out_of_reach:
+            raise ChannelError(self._out_of_reach[holder.keeper])
+        address, deadline = self._meeting.keepers[holder.keeper], time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                if self.is_here(holder):
+                    return connect_local(address["socket"], self.link.key, seconds=CONNECT_SECONDS)
+                return connect(address["host"], address["port"], self.link.key)
+            except OSError as error:
+                is_busy = isinstance(error, GoneError | ConnectionResetError | BrokenPipeError | BlockingIOError)
+                if not is_busy or time.monotonic() > deadline:
+                    self._out_of_reach[holder.keeper] = str(error)
+                    raise
+                time.sleep(random.uniform(0.05, 0.5))
 
     def drop(self, holder: Holder) -> None:
         """The connection is of no use any more."""
@@ -248,9 +281,10 @@ class SnapshotReader(CheckpointReader):
 
     def __init__(self, memory: Memory, snapshot: Snapshot) -> None:
         self.url = snapshot.label
-        manifests = [
-            _manifest(memory, snapshot, rank, memory.ordered(holders)) for rank, holders in enumerate(snapshot.holders)
-        ]
+        count = len(snapshot.holders)
+        order = [(memory.rank + i) % count for i in range(count)]  # ranks do not ask one keeper all at once
+        by_rank = {rank: _manifest(memory, snapshot, rank, memory.ordered(snapshot.holders[rank])) for rank in order}
+        manifests = [by_rank[rank] for rank in range(count)]
         notes = snapshot.about.notes
         self._hold(manifests, _MemoryRanges(memory, snapshot, manifests), step=snapshot.step, about=notes)
 
@@ -261,7 +295,7 @@ class SnapshotReader(CheckpointReader):
 
 def _manifest(memory: Memory, snapshot: Snapshot, rank: int, holders: Sequence[Holder]) -> Manifest:
     head = {"kind": "read", "what": "manifest", "id": snapshot.about.snapshot, "rank": rank, "start": 0}
-    trouble = ""
+    trouble, is_damaged = "", True
     for holder in holders:
         try:
             channel, _, _ = memory.request(holder, {**head, "end": holder.manifest_bytes})
@@ -272,6 +306,9 @@ def _manifest(memory: Memory, snapshot: Snapshot, rank: int, holders: Sequence[H
         except (OSError, DamagedError) as error:
             memory.drop(holder)
             trouble = str(error)
+            is_damaged = is_damaged and isinstance(error, DamagedError)
+    if is_damaged:
+        memory.damaged(snapshot)
     raise DamagedError(f"{snapshot.label} cannot be read: rank {rank}'s image: {trouble}")
 
 
@@ -296,7 +333,7 @@ class _MemoryRanges(Ranges):
 
     def _read_file(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> None:
         rank = self._ranks[file]
-        trouble = ""
+        trouble, is_damaged = "", True
         for holder in self._memory.ordered(self._snapshot.holders[rank]):
             try:
                 if self._memory.is_here(holder):
@@ -307,6 +344,9 @@ class _MemoryRanges(Ranges):
             except (OSError, DamagedError) as error:
                 self._memory.drop(holder)
                 trouble = str(error)
+                is_damaged = is_damaged and isinstance(error, DamagedError)
+        if is_damaged:
+            self._memory.damaged(self._snapshot)
         raise DamagedError(f"rank {rank}'s image: {trouble}")
 
     def _read_here(self, file: str, rank: int, holder: Holder, parts: Sequence[tuple[int, memoryview]]) -> None:

@@ -2,9 +2,10 @@
 
 A rank has :data:`~elastictrain.checkpoint.held.MAX_OWN` images: two snapshots that are kept, and one that is filled anew.
 Which one that is, all ranks decide alike, by what all of them know to be whole: never the newest snapshot that is whole on
-all ranks (and, where there are several nodes, copied to all buddies), and never the one that is being copied. So at any
-moment, whoever dies, there is a snapshot of which every rank's image is somewhere. A copy is begun when the one before has
-ended; where copies take longer than the interval, the snapshots in between are not copied.
+all ranks (where there are several nodes: and copied to all buddies), and never the one that is being copied. Of what is
+left, the newest that is whole is taken last, copied or not. So at any moment, whoever dies, there is a snapshot of which
+every rank's image is somewhere. A copy is begun when the one before has ended; where copies take longer than the interval,
+the snapshots in between are not copied.
 
 On failure: nothing is raised and training goes on. A snapshot that one rank could not take is of no use on any; it is
 counted, said once, and the next one is tried.
@@ -31,11 +32,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose snapshots they are: the run, the job, and the number of this start among all of the run."""
+    """Whose snapshots they are.
+
+    Args:
+        run, job: see :class:`~elastictrain.checkpoint.held.About`.
+        start: the number of this start among all of the run.
+        base: the snapshot that it has gone on from. What else earlier starts have left is of no use any more.
+    """
 
     run: str
     job: str
     start: int
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class Order:
         copies: it goes to the buddies.
         durable: an earlier one of this start outlives any one node.
         protected: earlier ones whose images are not filled anew.
+        newest: the newest one that is whole on all ranks: not filled anew either, unless all others are protected. Then one
+            that is being copied is there, and that one is whole as well.
         ring: all keepers, each the buddy of the one before; None: as it was.
     """
 
@@ -53,6 +63,7 @@ class Order:
     copies: bool
     durable: bool
     protected: tuple[str, ...]
+    newest: str | None
     ring: tuple[Address, ...] | None
 
 
@@ -134,13 +145,15 @@ class Snapshots:
             return all(one is not None and (one.is_copied if copied else one.is_whole) for one in states)
 
         durable = next((one for one in reversed(self._issued) if is_done(one, copied=has_buddy)), None)
+        newest = next((one for one in reversed(self._issued) if is_done(one, copied=False)), None)
         if self._copying is not None:
             states = [states.get(self._copying) for states in ranks]
             if all(one is None or one.is_copied or one.is_uncopied for one in states):
                 self._copying = None
         copies = has_buddy and self._copying is None
         protected = tuple(one for one in (durable, self._copying) if one is not None)
-        order = Order(uuid.uuid4().hex, copies, durable is not None, protected, self._ring if is_new else None)
+        named = uuid.uuid4().hex
+        order = Order(named, copies, durable is not None, protected, newest, self._ring if is_new else None)
         self._issued.append(order.snapshot)
         if copies:
             self._copying = order.snapshot
@@ -153,7 +166,8 @@ class Snapshots:
             where = {"host": buddy["host"], "port": buddy["port"]} if len(ring) > 1 else {"host": None}
             self._link.try_to_send({"kind": "buddy", **where})
         if len(self._kept) >= MAX_OWN:
-            victim = next(one for one in self._kept if one.snapshot not in decided.protected)
+            free = [one for one in self._kept if one.snapshot not in decided.protected]
+            victim = next((one for one in free if one.snapshot != decided.newest), free[0])
             self._kept.remove(victim)
             self._link.try_to_send({"kind": "drop", "id": victim.snapshot, "rank": self._ranks.rank})
         self.reached("room")
@@ -178,7 +192,7 @@ class Snapshots:
             self.reached("staged")
             self._give(arena)
             arena.mark = self._marks
-            whole = {"whole": decided.durable, "copies": decided.copies}
+            whole = {"whole": decided.durable, "base": identity.base, "copies": decided.copies}
             self._link.send({**said, **whole, "values": dict(staged.values)})
             self._kept.append(_Kept(decided.snapshot, staged.content.step, arena))
             self.num_taken += 1

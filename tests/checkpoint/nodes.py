@@ -112,11 +112,12 @@ def taking(
     world_size: int = 1,
     start: int = 1,
     first: bool = True,
+    base: str | None = None,
 ) -> CheckpointManager:
     """A manager that can take snapshots."""
     memory, _ = meet(address, rank=rank, world_size=world_size, first=first)
     checkpoints = manager(url, rank=rank, world_size=world_size)
-    checkpoints.take_snapshots(memory.taker(Identity(RUN, "a job", start)))
+    checkpoints.take_snapshots(memory.taker(Identity(RUN, "a job", start, base)))
     return checkpoints
 
 

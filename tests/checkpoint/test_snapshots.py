@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from elastictrain.channel import GoneError, Message
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
+from elastictrain.checkpoint import memory as memories
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.memory import Memory
 from elastictrain.checkpoint.ranks import Ranks, RoundFailed
-from tests.checkpoint.nodes import KEY, Node, is_running, meet, memory_of, snapshot, taking, wait_until
+from elastictrain.checkpoint.snapshots import Identity, Snapshots, _Kept, _State
+from tests.checkpoint.nodes import KEY, RUN, Node, is_running, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import run_ranks
 
@@ -158,13 +163,51 @@ def test_the_memory_is_bounded_over_many_snapshots(two_nodes: list[Node], tmp_pa
 def test_a_later_start_replaces_what_the_one_before_has_left(node: Node, tmp_path: Path) -> None:
     state = {"w": torch.zeros(1 << 18)}
     for start in (1, 2):
-        checkpoints = taking(str(tmp_path), node.address, start=start)
+        base = next((one["about"]["snapshot"] for one in node.held() if one["about"]["step"] == 31), None)
+        checkpoints = taking(str(tmp_path), node.address, start=start, base=base)
         for step in (10, 20, 30):
             snapshot(checkpoints, step + start, state)
             _wait_whole(checkpoints, node, step + start)
         checkpoints.close()
         assert node.steps() == [10 + start, 20 + start, 30 + start]
     wait_until(lambda: memory_of(node.pid) < 4 << 20)
+
+
+def test_starts_that_die_early_leave_no_more_and_more(node: Node, tmp_path: Path) -> None:
+    """Each dies after its first snapshot, of which nobody knew that it was whole; all have gone on from the same one."""
+    base = None
+    for start in range(1, 6):
+        checkpoints = taking(str(tmp_path), node.address, start=start, base=base)
+        snapshot(checkpoints, 10 * start, {"w": torch.zeros(100)})
+        _wait_whole(checkpoints, node, 10 * start)
+        base = base or node.held()[0]["about"]["snapshot"]
+        checkpoints.close()
+        assert node.steps() == ([10, 10 * start] if start > 1 else [10])
+
+
+def test_the_newest_whole_one_is_filled_anew_last_even_where_nothing_can_be_copied() -> None:
+    class Link:
+        is_open, address = True, {"host": "here", "port": 1}
+
+        def try_to_send(self, head: dict[str, Any]) -> None:
+            pass
+
+    taken = Snapshots(Link(), Ranks(0, 1), Identity(RUN, "a job", 1), first=False)  # type: ignore[arg-type]
+    parts = [({"host": host, "port": 1}, list[Any]()) for host in ("here", "there")]
+    for _ in range(3):  # three are staged, the first one was hashed, and its copy has failed on both nodes
+        for _, states in parts:
+            states[:] = [_State(one.snapshot, one.is_whole, one.is_copied, one.is_uncopied) for one in taken._kept]
+        order = taken.decide(parts)  # type: ignore[arg-type]
+        assert order is not None
+        is_first = not taken._kept
+        taken._kept.append(_Kept(order.snapshot, 10, None, is_whole=is_first, is_uncopied=True))  # type: ignore[arg-type]
+    first, _, third = (one.snapshot for one in taken._kept)
+    for _, states in parts:
+        states[:] = [_State(one.snapshot, one.is_whole, one.is_copied, one.is_uncopied) for one in taken._kept]
+    order = taken.decide(parts)  # type: ignore[arg-type]
+    assert order is not None and not order.durable
+    taken.make_room(order)
+    assert [one.snapshot for one in taken._kept] == [first, third]
 
 
 def test_half_a_snapshot_is_none(node: Node, tmp_path: Path) -> None:
@@ -233,6 +276,41 @@ def test_damage_in_memory_is_found_and_the_one_before_is_good(node: Node, tmp_pa
     wait_until(lambda: node.steps() == [10])
     memory.open(found[1]).load(targets)
     assert_equal(targets, expected(seed=10))
+
+
+def test_what_cannot_be_had_now_is_not_thrown_away(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = taking(str(tmp_path), node.address)
+    snapshot(checkpoints, 10, expected())
+    _wait_whole(checkpoints, node, 10)
+    memory, found = meet(node.address)
+    reader, targets = memory.open(found[0]), blank(expected())
+    memory.hang_up()
+    with monkeypatch.context() as patch:
+        patch.setattr(memories, "connect_local", Mock(side_effect=ConnectionRefusedError("not now")))
+        for read in (lambda: reader.load(targets), lambda: memory.open(found[0])):
+            with pytest.raises(DamagedError, match="rank 0's image: not now"):
+                read()
+    memory.reject(found[0])
+    assert node.steps() == [10]
+    answers = [GoneError("too many connections"), ConnectionResetError(), node.connect()]
+    monkeypatch.setattr(memories, "connect_local", Mock(side_effect=answers))
+    memory.open(found[0])
+
+
+def test_one_connection_to_other_nodes_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = meet(node.address)
+    memory._meeting = replace(memory._meeting, keepers=(node.address,) * 4)
+    made = list[Mock]()
+
+    def connect(*_: Any) -> Mock:
+        made.append(channel := Mock())
+        channel.receive.return_value = Message({"is": "there"}, memoryview(b""))
+        return channel
+
+    monkeypatch.setattr(memories, "connect", connect)
+    for keeper in (1, 2, 2, 3):
+        memory.request(memories.Holder(keeper, 0, ""), {})
+    assert [channel.close.call_count for channel in made] == [1, 1, 0]
 
 
 def test_one_damaged_image_has_a_good_copy(two_nodes: list[Node], tmp_path: Path) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from elastictrain.checkpoint.held import About
-from elastictrain.recalling import is_past
+from elastictrain.checkpoint.ranks import Ranks
+from elastictrain.errors import CheckpointError
+from elastictrain.recalling import Recalling, is_past
+from elastictrain.rundir import RunDir
 
 
 @pytest.mark.parametrize(
@@ -26,3 +33,24 @@ def test_steps_that_a_later_start_has_trained_again_are_not_the_past(starts: dic
     assert is_past(snapshot, run="run", job="job", starts=starts) == is_good
     assert not is_past(snapshot, run="another run", job=None, starts=starts)
     assert not is_past(snapshot, run="run", job="another job, with --resume never", starts=starts)
+
+
+def test_storage_that_does_not_answer_throws_no_snapshot_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is the run's past cannot be read: another start may be luckier, and this one must not go on without it."""
+    about = About("snapshot", 90, 3, "run", "job", 0, 1, 100, {})
+    settings = SimpleNamespace(resume="auto")
+    membership = SimpleNamespace(local_rank=0, job_id="job")
+    session: Any = SimpleNamespace(
+        membership=membership, settings=settings, run_dir=RunDir(tmp_path), ranks=SimpleNamespace(rank=0, world_size=1)
+    )
+    recalling = Recalling(session, [], ask_main=lambda question: question())
+    monkeypatch.setattr(
+        recalling._memory, "meet", lambda key, fits: Ranks(0, 1).round(lambda: None, lambda parts: fits([about]))
+    )
+
+    def names(folder: str) -> list[str]:
+        raise TimeoutError("slow down")
+
+    monkeypatch.setattr(session.run_dir, "names", names)
+    with pytest.raises(CheckpointError, match=r"run directory .* cannot be used \(TimeoutError: slow down\)"):
+        recalling._meet({"id": "run"})
