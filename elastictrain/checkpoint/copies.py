@@ -66,15 +66,18 @@ class Copier:
 
     def _run(self) -> None:
         while True:
-            held, tell = self._queue.get()
-            said = {"id": held.about.snapshot, "rank": held.about.rank}
-            try:
-                self._send(held)
-                tell({"is": "copied", **said})
-            except OSError as error:
-                self._hang_up()
-                where = "" if self._buddy is None else f" at {self._buddy[0]}:{self._buddy[1]}"
-                tell({"is": "uncopied", **said, "text": f"the buddy's keeper{where}: {error}"})
+            self._try(*self._queue.get())  # nothing of it is kept while this waits: the memory goes with its last user
+
+    def _try(self, held: Held, tell: Tell) -> None:
+        said = {"id": held.about.snapshot, "rank": held.about.rank}
+        try:
+            self._send(held)
+        except Exception as error:  # whatever it is: the next one is tried
+            self._hang_up()
+            where = "" if self._buddy is None else f" at {self._buddy[0]}:{self._buddy[1]}"
+            tell({"is": "uncopied", **said, "text": f"the buddy's keeper{where}: {error or type(error).__name__}"})
+        else:
+            tell({"is": "copied", **said})
 
     def _send(self, held: Held) -> None:
         buddy = self._buddy

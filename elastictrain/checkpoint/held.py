@@ -102,7 +102,11 @@ class Held:
 
     def to_json(self) -> dict[str, Any]:
         manifest = {"bytes": len(self.manifest), "sha256": hashlib.sha256(self.manifest).hexdigest()}
-        return {"about": self.about.to_json(), "is_copy": self.is_copy, "manifest": manifest}
+        about = {
+            **self.about.to_json(),
+            "notes": {},
+        }  # they may be large, and only a start that restores it asks for them
+        return {"about": about, "is_copy": self.is_copy, "manifest": manifest}
 
 
 class Store:

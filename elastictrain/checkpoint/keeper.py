@@ -181,11 +181,14 @@ class _Conversation:
         """Shared memory that snapshots will be staged into."""
         if message.descriptor is None:
             raise ChannelError("an image without its memory")
-        memory = Marked(message.descriptor, count(message.head, "num_bytes"))
-        tensors = message.head.get("tensors")
-        if not isinstance(tensors, dict):
-            raise ChannelError("an image without tensors")
-        self._images[count(message.head, "image")] = (memory, tensors)
+        try:
+            number, num_bytes = count(message.head, "image"), count(message.head, "num_bytes")
+            if not isinstance(tensors := message.head.get("tensors"), dict):
+                raise ChannelError("an image without tensors")
+        except ChannelError:
+            os.close(message.descriptor)
+            raise
+        self._images[number] = (Marked(message.descriptor, num_bytes), tensors)
 
     def _snapshot(self, message: Message) -> None:
         """An image has been staged: hold it."""
@@ -241,11 +244,13 @@ class _Conversation:
     def _read(self, message: Message) -> None:
         if (held := self._find(message)) is None:
             return
-        data = memoryview(held.manifest) if message.head.get("what") == "manifest" else held.memory.view
+        is_manifest = message.head.get("what") == "manifest"
+        data = memoryview(held.manifest) if is_manifest else held.memory.view
         start, end = count(message.head, "start"), count(message.head, "end")
         if not start <= end <= len(data):
             raise ChannelError(f"bytes {start} to {end} of {len(data)}")
-        self._channel.send({"is": "there"}, seconds=30.0)
+        notes = {"notes": held.about.notes} if is_manifest else {}
+        self._channel.send({"is": "there", **notes}, seconds=30.0)
         send_parts(self._channel, data[start:end], first=start)
 
     def _map(self, message: Message) -> None:
@@ -261,7 +266,13 @@ class _Conversation:
     # ---- the agent ---------------------------------------------------------------------------------------------------
 
     def _adopt(self, message: Message) -> None:
-        server = None if message.descriptor is None else socket.socket(fileno=message.descriptor)
+        server = None
+        if message.descriptor is not None:
+            try:
+                server = socket.socket(fileno=message.descriptor)
+            except OSError:  # it is none
+                os.close(message.descriptor)
+                raise
         is_mine = self._keeper.adopt(self._channel, claim=message.head.get("claim"), server=server)
         if not is_mine and server is not None:
             server.close()

@@ -284,8 +284,8 @@ class SnapshotReader(CheckpointReader):
         count = len(snapshot.holders)
         order = [(memory.rank + i) % count for i in range(count)]  # ranks do not ask one keeper all at once
         by_rank = {rank: _manifest(memory, snapshot, rank, memory.ordered(snapshot.holders[rank])) for rank in order}
-        manifests = [by_rank[rank] for rank in range(count)]
-        notes = snapshot.about.notes
+        manifests = [by_rank[rank][0] for rank in range(count)]
+        notes = by_rank[0][1]
         self._hold(manifests, _MemoryRanges(memory, snapshot, manifests), step=snapshot.step, about=notes)
 
     @property
@@ -293,16 +293,22 @@ class SnapshotReader(CheckpointReader):
         return self.url
 
 
-def _manifest(memory: Memory, snapshot: Snapshot, rank: int, holders: Sequence[Holder]) -> Manifest:
+def _manifest(
+    memory: Memory, snapshot: Snapshot, rank: int, holders: Sequence[Holder]
+) -> tuple[Manifest, Mapping[str, Any]]:
+    """And what that rank has noted."""
     head = {"kind": "read", "what": "manifest", "id": snapshot.about.snapshot, "rank": rank, "start": 0}
     trouble, is_damaged = "", True
     for holder in holders:
         try:
-            channel, _, _ = memory.request(holder, {**head, "end": holder.manifest_bytes})
+            channel, answer, _ = memory.request(holder, {**head, "end": holder.manifest_bytes})
             data = receive_parts(channel, holder.manifest_bytes)
             if hashlib.sha256(data).hexdigest() != holder.sha256:
                 raise DamagedError("its manifest is not what it was")
-            return Manifest.from_json(data, rank=rank, world_size=snapshot.about.world_size)
+            notes = answer.get("notes")
+            if not isinstance(notes, dict):
+                raise ChannelError("an image without notes")
+            return Manifest.from_json(data, rank=rank, world_size=snapshot.about.world_size), notes
         except (OSError, DamagedError) as error:
             memory.drop(holder)
             trouble = str(error)

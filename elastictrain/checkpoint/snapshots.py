@@ -107,6 +107,7 @@ class Snapshots:
         self._issued: list[str] = []  # rank 0: snapshots in order, those that anybody may still hold
         self._copying: str | None = None  # rank 0
         self._ring: tuple[Address, ...] = ()  # rank 0
+        self._buddy: Mapping[str, Any] | None = None  # that this node's keeper is still to be told
         self._marks = 0
         self._told: set[str] = set()
         self._started = 0.0
@@ -164,7 +165,11 @@ class Snapshots:
             ring = decided.ring
             buddy = ring[(ring.index(self._link.address) + 1) % len(ring)]
             where = {"host": buddy["host"], "port": buddy["port"]} if len(ring) > 1 else {"host": None}
-            self._link.try_to_send({"kind": "buddy", **where})
+            self._buddy = {"kind": "buddy", **where}
+        if self._buddy is not None:
+            self._link.try_to_send(self._buddy)
+            if self._link.is_open:
+                self._buddy = None
         if len(self._kept) >= MAX_OWN:
             free = [one for one in self._kept if one.snapshot not in decided.protected]
             victim = next((one for one in free if one.snapshot != decided.newest), free[0])

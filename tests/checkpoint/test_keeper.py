@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -127,7 +128,9 @@ def is_hung_up(channel: Channel) -> bool:
 )
 def test_from_another_node_comes_nothing_else(head: dict[str, Any], node: Node) -> None:
     small = b"x" * 100
-    _copy(from_afar(node), small, manifest_of(small), snapshot="first", num_bytes=len(small))
+    copier = from_afar(node)
+    _copy(copier, small, manifest_of(small), snapshot="first", num_bytes=len(small))
+    assert copier.receive(seconds=SECONDS).head == {"is": "whole"}
     channel = from_afar(node)
     channel.send(head)
     assert is_hung_up(channel)
@@ -171,7 +174,7 @@ def test_a_copy_that_is_not_what_was_announced_is_forgotten(lie: Callable[[Chann
     lie(channel)
     assert is_hung_up(channel)
     assert "bad" not in [one["about"]["snapshot"] for one in node.held()]
-    wait_until(lambda: memory_of(node.pid) == before)
+    wait_until(lambda: memory_of(node.pid) <= before)  # that of an earlier one may still have been there
 
 
 def test_a_copy_that_differs_from_its_hash_is_refused(node: Node) -> None:
@@ -194,6 +197,26 @@ def test_shared_memory_that_is_not_as_large_as_it_should_be_is_refused(node: Nod
         channel.send(head, descriptor=descriptor)
         assert is_hung_up(channel)
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "image", "image": 1, "num_bytes": -1, "tensors": {}},
+        {"kind": "image", "image": 1, "num_bytes": 100},
+        {"kind": "adopt", "claim": ""},
+    ],
+    ids=str,
+)
+def test_a_descriptor_that_is_of_no_use_is_closed(head: dict[str, Any], node: Node) -> None:
+    descriptor = os.memfd_create("of no use")
+    channel = node.connect()
+    channel.send(head, descriptor=descriptor)
+    assert is_hung_up(channel)
+    os.close(descriptor)
+    for one in os.listdir(f"/proc/{node.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of a connection that has just been closed
+            assert "of no use" not in os.readlink(f"/proc/{node.pid}/fd/{one}")
 
 
 def test_shared_memory_cannot_be_cut(tmp_path: Path) -> None:

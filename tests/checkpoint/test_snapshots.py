@@ -210,6 +210,25 @@ def test_the_newest_whole_one_is_filled_anew_last_even_where_nothing_can_be_copi
     assert [one.snapshot for one in taken._kept] == [first, third]
 
 
+def test_a_buddy_that_could_not_be_told_is_told_later() -> None:
+    class Link:
+        is_open, address = False, {"host": "here", "port": 1}
+
+        def try_to_send(self, head: dict[str, Any]) -> None:
+            if self.is_open:
+                said.append((head["kind"], head["host"]))
+
+    said, link = list[Any](), Link()
+    taken = Snapshots(link, Ranks(0, 1), Identity(RUN, "a job", 1), first=True)  # type: ignore[arg-type]
+    parts = [({"host": host, "port": 1}, list[Any]()) for host in ("here", "there")]
+    for is_open in (False, True, True):
+        link.is_open = is_open
+        order = taken.decide(parts)  # type: ignore[arg-type]
+        assert order is not None and (order.ring is None) == is_open
+        taken.make_room(order)
+    assert said == [("buddy", "there")]
+
+
 def test_half_a_snapshot_is_none(node: Node, tmp_path: Path) -> None:
     """A worker that dies while it stages: its memory held an older snapshot, and now holds none."""
     checkpoints = taking(str(tmp_path), node.address)
