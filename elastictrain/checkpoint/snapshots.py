@@ -274,7 +274,7 @@ class Snapshots:
 
     def _miss(self, why: str) -> None:
         self.num_failed += 1
-        self._say_once("keeper", f"no snapshot was taken: {why}; training goes on, and each later one is tried again")
+        self._say_once("keeper", f"no snapshot was taken: {why}; training goes on, and it is tried again")
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._told:

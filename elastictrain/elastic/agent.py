@@ -1,11 +1,11 @@
-"""The agent: starts a node's workers, watches them, restarts them from the newest checkpoint, and stops them together.
+"""The agent: starts a node's workers, watches them, restarts them from what was kept last, and stops them together.
 
 :class:`Agent` is a ``SimpleElasticAgent`` whose loop is torch's own; here is what that loop asks of it: start, look,
 stop. One *generation* is one set of worker processes. What ends a generation:
 
 * every worker exits with 0: the run is finished; with 75: stopped at the agreed step, everything saved;
 * a worker dies or raises: the others are stopped (SIGTERM, then SIGKILL), and the next generation starts from the
-  newest checkpoint, as long as :class:`~elastictrain.elastic.restarts.RestartBudget` allows;
+  newest checkpoint or snapshot, as long as :class:`~elastictrain.elastic.restarts.RestartBudget` allows;
 * SIGINT, SIGTERM or SIGHUP to the agent, or to any worker: all workers stop at one agreed step boundary
   (:mod:`elastictrain.elastic.agreement`), save, and exit. A second SIGINT kills them at once.
 
@@ -52,7 +52,8 @@ SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the termi
 TOO_MANY_NODES = "this run already has as many nodes as it takes: raise MAX of --nnodes MIN:MAX"
 NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
 NODES_CHANGED = "nodes came or went"
-LOST = "what is newer than the newest checkpoint is lost"
+LOST = "what is newer than the newest checkpoint or snapshot is lost"
+ALL_LOST = "what is newer than the newest checkpoint is lost"  # the run is over, and its keepers with it
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class Agent(SimpleElasticAgent):
         count = worker_group.workers[0].world_size
         them = f"all {count} workers" if count > 1 else "the worker"
         self._say(
-            f"{line}: restarting {them} from the newest checkpoint"
+            f"{line}: restarting {them} from the newest checkpoint or snapshot"
             f" (restart {self._budget.used} of {self._config.max_restarts})"
         )
 
@@ -366,7 +367,7 @@ class Agent(SimpleElasticAgent):
         interrupts = [when for number, when in self._signals if number == signal.SIGINT]
         if interrupts and interrupts[-1] - interrupts[0] > SAME_KEYPRESS:
             self._end_generation(seconds=0)
-            raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {LOST}"))
+            raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {ALL_LOST}"))
         if self._signals and self._reason is None:
             number = self._signals[0][0]
             self._reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.PREEMPT

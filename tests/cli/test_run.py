@@ -99,7 +99,7 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
     os.kill(workers_of(run.pid)[1], signal.SIGKILL)
     killed = run.wait_for(
         r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step (\d+): restarting all 2 workers from the"
-        r" newest checkpoint \(restart 1 of 3\)\n"
+        r" newest checkpoint or snapshot \(restart 1 of 3\)\n"
     )
     run.wait_for(r"generation 1")
     run.wait_for(rf"step {5 * (int(killed[1]) // 5) + 10} +saved")

@@ -159,7 +159,7 @@ def test_a_killed_worker_is_replaced_from_the_checkpoint(tmp_path: Path) -> None
     assert {step for generation, _, step in run.steps if generation == 1} == set(range(11, 31))
     assert re.fullmatch(
         r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step 15: restarting all 2 workers from the"
-        r" newest checkpoint \(restart 1 of 3\)\n",
+        r" newest checkpoint or snapshot \(restart 1 of 3\)\n",
         run.stderr,
     )
 
