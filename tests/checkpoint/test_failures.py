@@ -106,6 +106,7 @@ def test_a_failure_on_one_rank_is_one_clear_error_on_all(
     load_all(str(next(Path(url).glob("checkpoints/step-00000003/*"))), seed=3)
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_leaves_an_object_store_clean(s3_url: str, tmp_path: Path) -> None:
     run_ranks(save_failing, 2, s3_url, tmp_path / "flag", 1, "part", OSError(5, "Input/output error"), timeout=120)
     fs, _ = fsspec.url_to_fs(s3_url)

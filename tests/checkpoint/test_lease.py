@@ -105,6 +105,7 @@ def test_a_killed_process_of_this_machine_is_known_to_be_gone(tmp_path: Path) ->
     second.release()
 
 
+@pytest.mark.slow
 def test_a_dead_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _hold(tmp_path, "first")
     os.kill(first.pid, signal.SIGKILL)
@@ -117,6 +118,7 @@ def test_a_dead_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
     second.release()
 
 
+@pytest.mark.slow
 def test_a_frozen_job_learns_that_it_has_lost(tmp_path: Path) -> None:
     first = _hold(tmp_path, "first")
     try:
@@ -239,6 +241,7 @@ def test_of_many_who_want_it_one_gets_it(tmp_path: Path) -> None:
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"pid": 3}'])
 def test_a_holder_that_cannot_be_read_is_waited_for(content: str, tmp_path: Path) -> None:
     (tmp_path / "lease").mkdir()

@@ -229,6 +229,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> FlatState
     return {name: full(value).clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
+@pytest.mark.slow
 def test_a_training_state_goes_through_many_layouts_unchanged(tmp_path: Path) -> None:
     before: FlatState = {}
     for mesh_shape in [(1,), (2,), (3,), (1,), (2, 2), (3,), (4,)]:

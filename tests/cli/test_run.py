@@ -180,6 +180,7 @@ def test_a_second_job_in_the_same_run_directory_is_refused(tmp_path: Path) -> No
     assert first.wait() == 75, first.text
 
 
+@pytest.mark.slow
 def test_a_users_error_is_shown_once(tmp_path: Path) -> None:
     run = Command(
         tmp_path, NET, "--max-steps", "9", "--set", "fail_at=2", "--nproc-per-node", "2", "--max-restarts", "0"

@@ -228,6 +228,7 @@ def test_a_killed_loader_process_raises(names: list[str]) -> None:
     assert not loaders[1].is_alive()
 
 
+@pytest.mark.slow
 def test_loader_processes_outlive_the_signals_that_ask_a_run_to_stop(names: list[str]) -> None:
     before = set(multiprocessing.active_children())
     ranks = Ranks(lambda: ids(names, repeat=True), PLAN, 1, num_workers=2)

@@ -145,6 +145,7 @@ def further_on(*distances: int) -> list[tuple[str, str]]:
     return [(name, names[(i + d) % len(names)]) for d in distances for i, name in enumerate(names)]
 
 
+@pytest.mark.slow
 def test_a_few(tmp_path: Path) -> None:
     check_pairs(PLAIN, [("tp2", "pp2"), ("pp2", "one"), ("one", "tp2")], tmp_path)
 

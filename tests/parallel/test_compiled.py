@@ -93,7 +93,7 @@ def _same(tmp_path: Path, world_size: int, mesh: str, callbacks: list[Any]) -> N
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("world_size", "mesh"), [(1, "auto"), (2, "dp_shard=2")])
+@pytest.mark.parametrize(("world_size", "mesh"), [(1, "auto"), pytest.param(2, "dp_shard=2", marks=pytest.mark.slow)])
 def test_it_changes_nothing(tmp_path: Path, world_size: int, mesh: str) -> None:
     _same(tmp_path, world_size, mesh, [Compile(backend="aot_eager", fullgraph=True)])
 

@@ -83,7 +83,8 @@ def test_the_numbers_of_one_rank(options: Options, world_size: int, mesh: str) -
     assert all((" " if "dp_" in mesh else "Shard") in seen.placements[f"layers.0.{n}.weight"] for n in ("up", "down"))
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", pytest.param("dp_replicate=2,tp=2", marks=slow)])
+@slow
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_replicate=2,tp=2"])
 def test_ranks_without_a_slot_and_validations(mesh: str) -> None:
     """Five slots on two data-parallel ranks, with hooks of tensor parallelism on the units; odd validations."""
     more = {"global_batch_size": 10, "val_every": 2, "steps": 4}
