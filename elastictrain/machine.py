@@ -1,8 +1,12 @@
-"""What this process may use of the machine it runs on."""
+"""What this process may use of the machine it runs on, and what the processes beside training have in common there."""
 
 from __future__ import annotations
 
 import os
+import signal
+from pathlib import Path
+
+NICENESS = 12  # of processes beside training: the fifteenth part of a core where training needs all of them
 
 
 def usable_cores() -> int:
@@ -10,3 +14,16 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux alone
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def child_environment() -> dict[str, str]:
+    """This process' own environment, in which a Python that it starts finds the same elastictrain."""
+    root = str(Path(__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def step_aside() -> None:
+    """Run at low priority from now on, and let signals pass that are meant for training."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)

@@ -7,7 +7,6 @@ the jobs that it had; the next job starts another one.
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import subprocess
@@ -15,12 +14,11 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import elastictrain
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.drain import Drain, whole_line
+from elastictrain.machine import child_environment
 
 COMMAND = (sys.executable, "-m", "elastictrain.checkpoint.drain_main")
 
@@ -102,14 +100,12 @@ class WriterProcess:
         if self._socket is not None:
             return
         ours, theirs = socket.socketpair()
-        root = str(Path(elastictrain.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             self._command,
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,  # whoever reads our output must not wait for the writer
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             process_group=0,  # what is sent to the worker's is not for it; in one session, so that its niceness counts
         )
         theirs.close()

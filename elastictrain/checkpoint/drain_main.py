@@ -16,15 +16,14 @@ import mmap
 import os
 import queue
 import select
-import signal
 import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from elastictrain.checkpoint.drain import Drain, whole_line
+from elastictrain.machine import step_aside
 
-NICENESS = 12  # the fifteenth part of a core where training needs all of them
 LINGER_SECONDS = 120.0
 
 
@@ -89,9 +88,7 @@ class Server:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
+    step_aside()
     Server(socket.socket(fileno=0)).serve()
     os._exit(0)  # do not wait for a timer or for a driver's threads
 

@@ -10,19 +10,15 @@ On failure: it ends, and what it held is lost; workers see that and say so.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 
 from elastictrain.checkpoint.keeper import Keeper
-
-NICENESS = 12  # as the writer process
+from elastictrain.machine import NICENESS, step_aside
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
+    step_aside()
     try:
         with open("/proc/self/autogroup", "w", encoding="ascii") as file:
             file.write(str(NICENESS))

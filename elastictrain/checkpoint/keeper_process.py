@@ -9,18 +9,16 @@ On failure: an ``OSError`` from :meth:`KeeperProcess.ensure`, where no keeper ca
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import select
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-import elastictrain
 from elastictrain.channel import Channel, ChannelError
+from elastictrain.machine import child_environment
 
 COMMAND = (sys.executable, "-m", "elastictrain.checkpoint.keeper_main")
 MAX_AGENTS = 64  # on one machine, of one run
@@ -103,14 +101,12 @@ class KeeperProcess:
             self._process = None
 
     def _start(self, server: socket.socket, key: bytes) -> None:
-        root = str(Path(elastictrain.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [*self.command, str(server.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # whoever reads our output must not wait for the keeper
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             pass_fds=[server.fileno()],
             start_new_session=True,
         )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader
-from elastictrain.checkpoint.drain_main import NICENESS
 from elastictrain.errors import CheckpointError
+from elastictrain.machine import NICENESS
 from tests.checkpoint import interrupted
 from tests.checkpoint.states import manager
 from tests.helpers import run_ranks
@@ -54,16 +56,23 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     assert not checkpoints.is_busy and checkpoints.wait() == [] and checkpoints.num_committed == 7
 
 
-def test_a_save_is_left_out_while_another_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def stuck(tmp_path: Path, state: dict[str, Any]) -> tuple[CheckpointManager, int]:
+    """A manager with a checkpoint of step 1, whose writer was stopped before it got to that of step 2; and its pid."""
     checkpoints = manager(str(tmp_path), keep_last=None, when_busy="skip")
-    state = {"w": torch.zeros(3)}
     checkpoints.save(1, state)
-    assert checkpoints.saves.writer_pid is not None
-    os.kill(checkpoints.saves.writer_pid, 19)  # SIGSTOP
+    pid = checkpoints.saves.writer_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
     assert checkpoints.begin(2, state) == (True, [])
+    return checkpoints, pid
+
+
+def test_a_save_is_left_out_while_another_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.zeros(3)}
+    checkpoints, pid = stuck(tmp_path, state)
     assert checkpoints.begin(3, state) == (False, [])
     assert checkpoints.begin(4, state) == (False, [])
-    os.kill(checkpoints.saves.writer_pid, 18)  # SIGCONT
+    os.kill(pid, signal.SIGCONT)
     assert [info.step for info in checkpoints.wait()] == [2]
     assert checkpoints.begin(5, state) == (True, [])
     assert [info.step for info in checkpoints.wait()] == [5]
@@ -71,15 +80,11 @@ def test_a_save_is_left_out_while_another_is_written(tmp_path: Path, caplog: pyt
 
 
 def test_a_last_save_waits_only_so_long_for_earlier_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoints = manager(str(tmp_path), keep_last=None, when_busy="skip")
     state = {"w": torch.zeros(3)}
-    checkpoints.save(1, state)
-    assert checkpoints.saves.writer_pid is not None
-    os.kill(checkpoints.saves.writer_pid, 19)  # SIGSTOP
-    assert checkpoints.begin(2, state) == (True, [])
+    checkpoints, pid = stuck(tmp_path, state)
     assert checkpoints.save_last(3, state, seconds=0.3) == []
     assert "no checkpoint of step 3 was written" in caplog.text and "still being written after 0.3 s" in caplog.text
-    os.kill(checkpoints.saves.writer_pid, 18)  # SIGCONT
+    os.kill(pid, signal.SIGCONT)
     assert [info.step for info in checkpoints.wait()] == [2]
     assert [info.step for info in checkpoints.save_last(4, state, seconds=60.0)] == [4]
 
