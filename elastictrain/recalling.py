@@ -25,7 +25,7 @@ from elastictrain.checkpoint.snapshots import Identity
 from elastictrain.checkpoint.token import has_token, make_token, read_token
 from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.metrics.ledger import start_steps
-from elastictrain.rundir import answering
+from elastictrain.rundir import answering, cannot_be_used
 from elastictrain.session import Session
 
 Ask = Callable[[Callable[[], Any]], Any]  # rank 0's answer on every rank
@@ -128,10 +128,7 @@ class Recalling:
         return [is_past(one, run=runfile.id_of(recorded), job=job, starts=starts) for one in abouts]
 
     def _unreadable(self, _error: BaseException, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"run directory {self._run_dir} cannot be used ({reason}): check that it can be reached, and its"
-            " permissions and credentials"
-        )
+        return CheckpointError(cannot_be_used(self._run_dir, reason))
 
 
 def is_past(about: About, *, run: str, job: str | None, starts: Mapping[int, int]) -> bool:

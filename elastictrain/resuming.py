@@ -29,7 +29,7 @@ from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short
 from elastictrain.metrics.record import Recorder
 from elastictrain.recalling import Recalling
-from elastictrain.rundir import first_line, is_storage_error
+from elastictrain.rundir import cannot_be_used, first_line, is_storage_error
 from elastictrain.session import Session
 
 
@@ -190,11 +190,7 @@ class Resumption:
                 return str(error), kind, True
         if not is_storage_error(error):  # a bug, or a disk that is full of something else: no rank may wait for rank 0
             return f"rank 0 could not go on: {first_line(error)}", ElasticTrainError, True
-        text = (
-            f"run directory {self._session.run_dir} cannot be used ({first_line(error)}): check that it can be"
-            " reached, and its permissions and credentials"
-        )
-        return text, CheckpointError, False
+        return cannot_be_used(self._session.run_dir, first_line(error)), CheckpointError, False
 
     def _read_run_file(self) -> dict[str, Any] | None:
         s = self._session

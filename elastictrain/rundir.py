@@ -64,6 +64,12 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error) or type(error).__name__).splitlines()[0]}"
 
 
+def cannot_be_used(run_dir: object, reason: str) -> str:
+    """What a run directory whose storage does not answer is said to be."""
+    remedy = "check that it can be reached, and its permissions and credentials"
+    return f"run directory {run_dir} cannot be used ({reason}): {remedy}"
+
+
 class RunDir:
     """One run's directory.
 
@@ -101,6 +107,12 @@ class RunDir:
         self.path = str(path).rstrip("/") or "/"
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.is_memory = scheme == "memory"
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """All names of the scheme."""
+        names = self.fs.protocol
+        return (names,) if isinstance(names, str) else tuple(names)
 
     def join(self, *parts: str) -> str:
         """The path of an object inside, as :attr:`fs` takes it."""

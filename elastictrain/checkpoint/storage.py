@@ -20,13 +20,8 @@ MAX_SMALL_BYTES = 1 << 28  # of a manifest, a COMMIT or a lease: none comes near
 # Whose drivers create on condition: an S3 If-None-Match, a generation of 0, a put that does not overwrite.
 EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 NEW = ".new-"  # begins the name of a local file that is not whole yet
-_NO_LINKS = (
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EMLINK,
-)  # what a file system says without
+# What a file system without hard links says.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a write to a full disk says
 
 
@@ -102,7 +97,7 @@ def put_once(run_dir: RunDir, path: str, data: bytes) -> None:
     try:
         run_dir.fs.pipe_file(run_dir.join(path), data, mode="create")
     except Exception as error:
-        if "NotImplemented" in str(error) or "501" in str(error):  # a store without conditions
+        if _is_unconditional(error):
             put(run_dir, path, data)
         elif read_whole(run_dir, path) != data:  # the first try went through and its answer was lost
             raise FileExistsError(errno.EEXIST, f"there is another {posixpath.basename(path)}", path) from error
@@ -135,16 +130,19 @@ def create_first(run_dir: RunDir, path: str, data: bytes, *, mode: int = 0o666, 
     except OSError as error:
         if "PreconditionFailed" in str(error) or error.errno == errno.EEXIST:
             raise FileExistsError(errno.EEXIST, "it is there", path) from error
-        if must_be_first or not ("NotImplemented" in str(error) or "501" in str(error)):
+        if must_be_first or not _is_unconditional(error):
             raise
-        put(run_dir, path, data)  # a store without conditions
+        put(run_dir, path, data)
+
+
+def _is_unconditional(error: BaseException) -> bool:
+    """Is it what a store says that cannot put on condition?"""
+    return "NotImplemented" in str(error) or "501" in str(error)
 
 
 def is_exclusive(run_dir: RunDir) -> bool:
     """May :func:`create_first` work there? A single store can be without conditions all the same."""
-    protocols = run_dir.fs.protocol
-    names = (protocols,) if isinstance(protocols, str) else protocols
-    return run_dir.is_local or not set(EXCLUSIVE).isdisjoint(names)
+    return run_dir.is_local or not set(EXCLUSIVE).isdisjoint(run_dir.protocols)
 
 
 def _link(path: str, data: bytes, *, mode: int, must_be_first: bool) -> None:
@@ -177,8 +175,7 @@ def _link(path: str, data: bytes, *, mode: int, must_be_first: bool) -> None:
 
 
 def is_s3(run_dir: RunDir) -> bool:
-    protocol = run_dir.fs.protocol
-    return "s3" in (protocol if isinstance(protocol, tuple) else (protocol,))
+    return "s3" in run_dir.protocols
 
 
 def sync_files(run_dir: RunDir, *paths: str) -> None:

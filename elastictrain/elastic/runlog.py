@@ -107,8 +107,7 @@ class RunLog:
         """
         where = f"run directory {self._run_dir}"
         if not is_exclusive(self._run_dir):
-            protocol = self._run_dir.fs.protocol
-            scheme = protocol if isinstance(protocol, str) else protocol[0]
+            scheme = self._run_dir.protocols[0]
             raise UsageError(f"{where}: {scheme}:// cannot create a file only if it is not there: {REMEDY}")
         name = f"probe-{uuid.uuid4().hex}"
         try:
@@ -173,9 +172,7 @@ class FixedLog:
 
     def __init__(self, leader: Member, *, is_mine: bool) -> None:
         self._is_mine = is_mine
-        base = (
-            int(time.time() * 1000) if is_mine else 1
-        )  # above all that an earlier life of this endpoint has given out
+        base = int(time.time() * 1000) if is_mine else 1  # above all that this endpoint has given out in earlier lives
         self._entries = [Entry(1, base, leader)]
         if is_mine:
             first = self._entries[0]
