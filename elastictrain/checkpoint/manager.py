@@ -145,11 +145,7 @@ class CheckpointManager:
             CheckpointError: on every rank: nothing was committed.
         """
         self.wait()
-        self.saves.must = True
-        try:
-            self._staging.begin(Content(step, state, local_values or {}, about or {}), [self.saves])
-        except RoundFailed as failed:
-            raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
+        self._stage(Content(step, state, local_values or {}, about or {}))
         (outcome,) = self.saves.wait()
         if outcome.failures:
             self.num_failed += 1
@@ -179,16 +175,21 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank: it cannot be saved.
         """
-        self.saves.must, self.saves.patience = True, seconds
-        try:
-            self._staging.begin(Content(step, state, local_values or {}, about or {}), [self.saves])
-        except RoundFailed as failed:
-            raise self._error(step, failed.failures, "Correct the state") from failed.__cause__
+        self.saves.patience = seconds
+        self._stage(Content(step, state, local_values or {}, about or {}))
         outcomes = self.saves.wait(seconds=seconds)
         for outcome in outcomes if self._ranks.rank == 0 else ():
             if outcome.failures:
                 log.warning("%s", self._error(outcome.step, outcome.failures, _remedy(outcome.failures[0])))
         return [self._committed(outcome) for outcome in outcomes if not outcome.failures]
+
+    def _stage(self, content: Content) -> None:
+        """For a save that must be; raises what stands in its way on every rank."""
+        self.saves.must = True
+        try:
+            self._staging.begin(content, [self.saves])
+        except RoundFailed as failed:
+            raise self._error(content.step, failed.failures, "Correct the state") from failed.__cause__
 
     def look(self) -> None:
         """Say what this rank's writer has failed to do. No collective: after every step."""
