@@ -210,13 +210,12 @@ class CheckpointConfig:
         seconds_between_failures: what "auto" reckons with, for the whole job; None: 6 hours at first, and then what the
             run's own past says.
         snapshot_every: keep the state in memory after every so many steps: the newest two snapshots of each rank stay in a
-            process of its own on each node, with a copy on another node, so that a restart after a failure loses less
-            than storage could keep. Needs ``elastictrain run`` and a run directory. None: no snapshots.
+            process of its own on each node, with a copy on another node: a restart loses less than storage could keep.
+            Needs ``elastictrain run`` and a run directory. None: no snapshots.
         at_end: save when training ends.
         on_exception: save the last finished step when an exception ends training, where its state is still whole, all
-            ranks have raised it, and no exchange of the step can be under way between them. Off, because the next start
-            goes on from the newest checkpoint: a state in which training has just failed may fail there again, where an
-            older one would not.
+            ranks have raised it, and no exchange of the step can be under way. Off, because the next start goes on from
+            the newest checkpoint: a state in which training has just failed may fail there again.
         keep_last: keep the newest so many committed checkpoints and delete older ones after a commit; None keeps all.
         keep_every: besides those, keep those whose step is a multiple of this.
         keep_best: besides those, keep the best so many by ``best_metric``, a logged value such as "val/loss".

@@ -261,9 +261,9 @@ class FitLoop:
                 self._manager.look()
             if agreed.settle or (s.ranks.world_size == 1 and self._manager.has_news):
                 self._tell(self._manager.settle())
-            saves = agreed.save or (every is not None and step % every == 0)
-            if saves or self._snapshot_is_due(step):
-                self._keep(self._manager, saves=saves, snapshots=self._snapshot_is_due(step))
+            saves, snapshots = agreed.save or (every is not None and step % every == 0), self._snapshot_is_due(step)
+            if saves or snapshots:
+                self._keep(self._manager, saves=saves, snapshots=snapshots)
         return self.stopped is not None
 
     def _check_lease(self) -> None:

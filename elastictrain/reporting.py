@@ -212,10 +212,10 @@ class Reporter:
 
     def _of_callbacks(self, number: int) -> dict[str, float | Tensor]:
         """What callbacks have to log."""
-        started = time.perf_counter()
-        timings = self._close_window(started)
         if not self._sources:
             return {}
+        started = time.perf_counter()
+        timings = self._close_window(started)
         info = self._info(number, None, started - self._ended - (self._paused - self._paused_then), timings)
         values = {name: value for source in self._sources for name, value in source(info).items()}
         self._watching += time.perf_counter() - started
@@ -265,9 +265,9 @@ class Reporter:
             values.setdefault(LOSS, sums[0])
         spent = self._account.heard(of_nodes)
         if s.ranks.is_main:
-            about |= {**spent, **self.pending}.keys()
-            values |= {**spent, **self.pending}
-            self.pending = {}
+            spent, self.pending = {**spent, **self.pending}, {}
+            about |= spent.keys()
+            values |= spent
         self.latest.update(values)
         self._about_the_run |= about
         if s.ledger is not None and s.accounts:

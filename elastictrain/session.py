@@ -124,9 +124,7 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     stage: str = "train"  # train, validate, test, predict
     purpose: str = "fit"  # what the user called: fit, validate, test, predict
-    is_whole: bool = (
-        False  # training: the state is that after ``counters.step`` steps; not from the optimizer to the boundary
-    )
+    is_whole: bool = False  # the state is that after ``counters.step`` steps; not from the optimizer to the boundary
     has_begun: bool = False  # the module is given the batches of the step after those
     num_added: int = 0  # what the logbook had counted when the state was whole
     should_stop: bool = False  # a callback or the module asks to stop training

@@ -102,10 +102,7 @@ class Held:
 
     def to_json(self) -> dict[str, Any]:
         manifest = {"bytes": len(self.manifest), "sha256": hashlib.sha256(self.manifest).hexdigest()}
-        about = {
-            **self.about.to_json(),
-            "notes": {},
-        }  # they may be large, and only a start that restores it asks for them
+        about = {**self.about.to_json(), "notes": {}}  # they may be large; only a start that restores it asks for them
         return {"about": about, "is_copy": self.is_copy, "manifest": manifest}
 
 

@@ -3,8 +3,8 @@
     torchrun --rdzv-backend=elastictrain --rdzv-endpoint=RUN_DIR --rdzv-id=ID --nnodes=MIN:MAX …
 
 ``RUN_DIR`` is any URL that all nodes reach; the nodes find each other through its run log, and any of them may die. With
-``HOST:PORT`` instead, the node that has that address leads, and the run ends with it. All nodes need the run's token: the
-variable ``ELASTICTRAIN_TOKEN``, or the file that the first of them makes in the run directory.
+``HOST:PORT`` instead, the node that has that address leads; while it is away nobody can join or be taken out. All nodes need
+the run's token: the variable ``ELASTICTRAIN_TOKEN``, or the file that the first of them makes in the run directory.
 
 ``--rdzv-conf`` takes ``join_timeout`` (seconds to wait for MIN nodes, 600), ``last_call_timeout`` (seconds for more nodes
 once there are MIN, 1), ``ttl`` (seconds of silence after which a node is lost, 2) and ``beat`` (seconds between two signs
