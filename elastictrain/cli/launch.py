@@ -49,7 +49,8 @@ def launch(job: Job) -> int:
 
 def _rendezvous(job: Job) -> GenerationHandler:
     if job.endpoint is None:
-        return LocalRendezvous()
+        assert job.num_workers is not None
+        return LocalRendezvous(job.num_workers)
     host, port = job.endpoint
     if job.max_nodes > 1:
         many = str(job.min_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"

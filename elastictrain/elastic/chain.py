@@ -28,15 +28,17 @@ class Member:
         node: tells it apart from every other node, and from its own earlier lives.
         host, port: where it listens.
         store: port of the store that it keeps for its workers, on the same host; 0: none.
+        workers: how many it has; 0: it did not say.
     """
 
     node: str
     host: str = ""
     port: int = 0
     store: int = 0
+    workers: int = 0
 
     def to_json(self) -> list[Any]:
-        return [self.node, self.host, self.port, self.store]
+        return [self.node, self.host, self.port, self.store, self.workers]
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,9 @@ def changed(before: Generation, message: Message) -> Generation:
 
 
 def _member(data: Any) -> Member:
-    node, host, port, store = data
-    if not all(type(one) is str for one in (node, host)) or not all(type(one) is int for one in (port, store)):
-        raise TypeError("not a member")
-    return Member(node, host, port, store)
+    node, host, *numbers = data
+    port, store, workers = map(_count, numbers)
+    return Member(_text(node), _text(host), port, store, workers)
 
 
 def _count(value: Any) -> int:

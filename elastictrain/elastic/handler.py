@@ -62,6 +62,7 @@ class RunRendezvous(GenerationHandler):
         run_id: tells jobs at one endpoint apart.
         local_addr: this node's address for the others; None: the one on its way out.
         join_seconds: how long to wait for enough nodes.
+        num_workers: of this node; 0: only the agent knows, and tells the others itself.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class RunRendezvous(GenerationHandler):
         fixed: tuple[str, int] | None = None,
         local_addr: str | None = None,
         join_seconds: float = 600.0,
+        num_workers: int = 0,
     ) -> None:
-        self._run_id = run_id
+        self._run_id, self._num_workers = run_id, num_workers
         self._join_seconds = join_seconds
         self._current = Generation()
         host = local_addr or own_address()
@@ -87,7 +89,7 @@ class RunRendezvous(GenerationHandler):
             wait_for_workers=False,
             master_listen_fd=store_socket.detach(),
         )
-        self._host = host
+        self._host = self.address = host
         self._node = self._join(endpoint, fixed, timing)
         self._node.start()
 
@@ -104,7 +106,7 @@ class RunRendezvous(GenerationHandler):
             run_log = RunLog(run_dir, key, folder=folder)
             run_log.probe()
             server = listen(self._host)
-            me = Member(name, self._host, server.getsockname()[1], self._store_server.port)
+            me = self._me(name, server)
         else:
             if VARIABLE not in os.environ:
                 raise UsageError(
@@ -113,10 +115,13 @@ class RunRendezvous(GenerationHandler):
                 )
             key = key_of(read_token(RunDir("memory://")))
             leads, server = _listen_if_mine(*fixed, self._host)
-            me = Member(name, self._host, server.getsockname()[1], self._store_server.port)
+            me = self._me(name, server)
             leader = me if leads else Member("the endpoint", *fixed)
             run_log = FixedLog(leader, is_mine=leads)
         return RunNode(me, server, run_log=run_log, key=key, timing=timing)
+
+    def _me(self, name: str, server: socket.socket) -> Member:
+        return Member(name, self._host, server.getsockname()[1], self._store_server.port, self._num_workers)
 
     # ---- torch's side ------------------------------------------------------------------------------------------------
 
@@ -127,11 +132,11 @@ class RunRendezvous(GenerationHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.waiting = True
+        self.waiting, self.began = True, time.time()
         try:
             return self._next(time.monotonic() + self._join_seconds)
         finally:
-            self.waiting = False
+            self.waiting, self.formed = False, time.time()
 
     def is_closed(self) -> bool:
         return bool(self._node.closed)
@@ -160,7 +165,8 @@ class RunRendezvous(GenerationHandler):
             generation = self._wait_for_generation(after, deadline)
             info = self._meet(generation, deadline)
             if info is not None:
-                self._current, self.job_id = generation, generation.job
+                self._current, self.job_id, self.members = generation, generation.job, generation.members
+                self.rank = info.rank
                 self.generation = generation.number - generation.first
                 return info
             after = generation.number  # its first member has gone before it was there: there will be another one

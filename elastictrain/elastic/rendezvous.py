@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from elastictrain.elastic.chain import Member
 from elastictrain.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -41,12 +42,16 @@ class GenerationHandler(RendezvousHandler):
     Attributes:
         job_id: the same on all nodes and in all generations of this run, and in no other.
         address: this node's for the others; None: there are none.
+        members: of this generation, in the order of their ranks, each with the number of its workers.
+        rank: this node's place among them.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
         began, formed: when the last rendezvous began and ended, seconds since the epoch.
     """
 
     generation: int = -1
     job_id: str = ""
+    members: tuple[Member, ...] = ()
+    rank: int = 0
     address: str | None = None
     waiting: bool = False
     began: float = 0.0
@@ -54,11 +59,12 @@ class GenerationHandler(RendezvousHandler):
 
 
 class LocalRendezvous(GenerationHandler):
-    """One node."""
+    """One node, with so many workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = 1) -> None:
         self._store = HashStore()
         self.job_id = uuid.uuid4().hex
+        self.members = (Member("local", workers=num_workers),)
 
     def get_backend(self) -> str:
         return "local"

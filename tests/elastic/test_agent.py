@@ -39,7 +39,7 @@ class Run:
         steps: int = 30,
         pace: float = 0.002,
         events: dict[str, Any] | None = None,
-        rendezvous: Callable[[], GenerationHandler] = LocalRendezvous,
+        rendezvous: Callable[[int], GenerationHandler] = LocalRendezvous,
         name: str = "agent",
         job: dict[str, Any] | None = None,
         hangup: signal.Handlers = signal.SIG_DFL,
@@ -58,7 +58,7 @@ class Run:
                 sys.stderr = os.fdopen(2, "w")  # pytest's own goes elsewhere
                 begin_fork(TOO_LONG - 5.0)
                 signal.signal(signal.SIGHUP, hangup)  # the tests themselves may run under nohup
-                outcome = Agent(self.config, rendezvous()).train()
+                outcome = Agent(self.config, rendezvous(workers)).train()
                 (log / f"{name}.json").write_text(json.dumps(asdict(outcome)))
                 code = outcome.code
             finally:
@@ -360,7 +360,7 @@ def test_what_torch_asks_of_an_agent() -> None:
 def test_a_node_that_fails_ends_the_other(tmp_path: Path) -> None:
     port = free_port()
 
-    def meet() -> GenerationHandler:
+    def meet(_num_workers: int) -> GenerationHandler:
         return NodesRendezvous("127.0.0.1", port, min_nodes=2, max_nodes=2, run_id="test")
 
     nodes = [
@@ -380,7 +380,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     """Two agents with one and two workers: a death restarts both, and a signal to one stops both at one step."""
     port = free_port()
 
-    def meet() -> GenerationHandler:
+    def meet(_num_workers: int) -> GenerationHandler:
         return NodesRendezvous("127.0.0.1", port, min_nodes=2, max_nodes=2, run_id="test")
 
     runs = [

@@ -77,6 +77,10 @@ def test_ranks_and_a_store_for_all(handlers: list[RunRendezvous]) -> None:
     assert sorted(info.rank for info in infos) == [0, 1, 2]
     assert {info.world_size for info in infos} == {3}
     assert len({str(info.bootstrap_store_info) for info in infos}) == 1
+    assert [handler.rank for handler in handlers] == [info.rank for info in infos]
+    assert [member.node for member in handlers[0].members] == [
+        handler._node.me.node for handler in sorted(handlers, key=lambda one: one.rank)
+    ]
     infos[0].store.set("word", "given")
     assert [info.store.get("word") for info in infos] == [b"given"] * 3
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0, 0]

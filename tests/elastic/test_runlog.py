@@ -72,7 +72,7 @@ def test_an_empty_log_is_entry_0(tmp_path: Path) -> None:
 
 def test_what_comes_out_is_what_went_in(tmp_path: Path) -> None:
     first = claim("a")
-    members = (Member("a", "10.0.0.1", 4000, 4001), Member("ü-2", "::1", 4002))
+    members = (Member("a", "10.0.0.1", 4000, 4001, 8), Member("ü-2", "::1", 4002))
     second = first.with_generation(Generation(1, 1, members, 17, "joined a, ü-2"))
     third = second.with_closed("done")
     log = open_log(tmp_path)
