@@ -15,7 +15,8 @@ import threading
 import time
 
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
-from elastictrain.metrics.ledger import Line, read_ledger
+from elastictrain.metrics.ledger import read_ledger
+from elastictrain.metrics.lines import Line
 from elastictrain.rundir import RunDir, first_line
 from elastictrain.session import Session
 

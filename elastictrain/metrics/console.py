@@ -81,6 +81,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}m{second:02d}s" if minutes else f"{second}s"
 
 
+def format_percent(percent: float) -> str:
+    """``97.3%``; ``<0.1%`` for what is there and would be 0."""
+    return f"{percent:.1f}%" if percent >= 0.05 or percent <= 0 else "<0.1%"
+
+
 # ---- start ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,9 @@ storage that does not answer.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -176,7 +179,7 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
 def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
     """Every node's time without holes, in order, with what was done in vain told as that."""
     lines = list(lines)
-    resumed = sorted((line["generation"], line["step"]) for line in lines if line["event"] == "start")
+    resumed = _Resumed(lines)
     reached = {(line["node"], line["generation"]): line["reached"] for line in lines if line["event"] == "node"}
     by_node: dict[str, list[Stretch]] = {}
     for line in lines:
@@ -212,9 +215,24 @@ def _joined(before: Stretch | None, new: Stretch, reached: Mapping[tuple[str, in
     return [hole, new]
 
 
-def _judged(stretch: Stretch, resumed: Iterable[tuple[int, int]]) -> Stretch:
+class _Resumed:
+    """From which steps on later starts went."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        starts = sorted((line["generation"], line["step"]) for line in lines if line["event"] == "start")
+        self._generations = [generation for generation, _ in starts]
+        least = itertools.accumulate((step for _, step in reversed(starts)), min)
+        self._least = [*least][::-1]  # of this start and all later ones
+
+    def after(self, generation: int) -> float:
+        """The first step from which a start after this one went on; infinite where there is none."""
+        index = bisect.bisect_right(self._generations, generation)
+        return self._least[index] if index < len(self._least) else math.inf
+
+
+def _judged(stretch: Stretch, resumed: _Resumed) -> Stretch:
     """With the steps that a later start did again as replayed."""
-    kept = min([step for generation, step in resumed if generation > stretch.generation] + [stretch.last])
+    kept = resumed.after(stretch.generation)
     if kept >= stretch.last:
         return stretch
     steps = stretch.last - stretch.first

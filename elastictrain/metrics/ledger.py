@@ -19,7 +19,7 @@ Lines of segments have ``node``, which tells one node's agent from all others; t
 not known.
 
 On failure: an event that cannot be written is a warning; training does not depend on it. Segments wait in memory and are
-tried again. A line that was cut by a crash is passed over.
+tried again. A line that is cut or damaged is passed over, and counted by who asks (:func:`ledger_folder`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from elastictrain.metrics.courier import Courier, Writer, interval
 from elastictrain.metrics.goodput import TimeBook
+from elastictrain.metrics.lines import Folder, Line
 from elastictrain.metrics.record import Series
 from elastictrain.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
 FOLDER = "events"
-
-Line = dict[str, Any]
 
 
 class Ledger:
@@ -143,16 +142,74 @@ def num_cut_short(names: Collection[str]) -> int:
     return sum(name.replace("-start.", "-end.") not in names for name in starts)
 
 
+def ledger_folder(run_dir: RunDir) -> Folder:
+    """The lines of the ledger, for one who looks more than once."""
+    return Folder(run_dir, FOLDER, is_sound=is_sound)
+
+
 def read_ledger(run_dir: RunDir) -> list[Line]:
-    """All lines of the ledger, in the order of their objects' names."""
-    names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
-    lines: list[Line] = []
-    for data in run_dir.read_all(FOLDER, names):
-        for text in data.decode(errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and "event" in line:
-                lines.append(line)
-    return lines
+    """All lines of the ledger, in the order of their objects' names; those that are damaged are passed over."""
+    return ledger_folder(run_dir).read()
+
+
+# ---- what a line must have -----------------------------------------------------------------------------------------
+
+
+def is_sound(line: Line) -> bool:
+    """Whether a line is one of the ledger: with all that its event says. Events that nobody knows here are."""
+    event = line.get("event")
+    if not isinstance(event, str) or not _is_count(line.get("generation")):
+        return False
+    if not all(is_one(line.get(name)) for name, is_one in _FIELDS.get(event, {}).items()):
+        return False
+    return event != "time" or (line["from"] <= line["to"] and all(_is_count(line.get(n, 0)) for n in _USED))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_reached(value: Any) -> bool:
+    return value == -1 or _is_count(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -1e18 < value < 1e18
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _is_steps(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _is_total(value: Any) -> bool:
+    return _is_seconds(value) and "total" in value
+
+
+def _is_workers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and {"rank", "pid"} <= one.keys() for one in value)
+
+
+_USED = ("samples", "tokens")  # not in the line that only opens an account
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "start": {"time": _is_time, "step": _is_count, "world_size": _is_count},
+    "end": {"time": _is_time, "step": _is_count, "outcome": _is_text},
+    "node": {"node": _is_text, "time": _is_time, "reached": _is_reached, "name": _is_text, "host": _is_text}
+    | {"agent_pid": _is_count, "workers": _is_workers},
+    "time": {"node": _is_text, "from": _is_time, "to": _is_time, "steps": _is_steps, "seconds": _is_seconds},
+    "checkpoint": {"time": _is_time, "step": _is_count, "path": _is_text, "seconds": _is_number}
+    | {"num_bytes": _is_number},
+    "recovery": {"time": _is_time, "cause": _is_text, "from_step": _is_count, "resumed_step": _is_count}
+    | {"lost_steps": _is_count, "seconds": _is_total},
+}

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastictrain.metrics.courier import Courier, Writer
+from elastictrain.metrics.lines import parse, read_objects
 from elastictrain.rundir import RunDir
 
 Record = tuple[int, int, float, int, Mapping[str, float]]  # step, samples, time, epoch, values
@@ -114,7 +115,7 @@ def _strict(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-_LOOSE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+LOOSE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_records(run_dir: RunDir, *, replayed: bool = False) -> list[dict[str, Any]]:
@@ -126,15 +127,10 @@ def read_records(run_dir: RunDir, *, replayed: bool = False) -> list[dict[str, A
     A line that was cut by a crash while it was written is left out.
     """
     lines: list[dict[str, Any]] = []
-    for name in run_dir.names(FOLDER):
-        if not name.endswith(".jsonl"):
-            continue
-        for text in run_dir.read(FOLDER, name).decode(errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            line = {key: _LOOSE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
+    names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
+    for _, data in read_objects(run_dir, FOLDER, names):
+        for found in parse(data)[0]:
+            line = {key: LOOSE.get(value, value) if isinstance(value, str) else value for key, value in found.items()}
             if not replayed:
                 _drop_replaced(lines, line)
             lines.append(line)
@@ -199,7 +195,7 @@ class Recorder(Courier[Record]):
         """Record what an earlier start has logged and not written."""
         for line in map(json.loads, lines):
             values = {
-                name.removeprefix("value/") if name.removeprefix("value/") in FIELDS else name: _LOOSE.get(value, value)
+                name.removeprefix("value/") if name.removeprefix("value/") in FIELDS else name: LOOSE.get(value, value)
                 for name, value in line.items()
                 if name not in FIELDS
             }
