@@ -5,6 +5,7 @@ On failure: what is raised while a failure is told becomes a note on the error t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from elastictrain.parallel.topology import placement
 from elastictrain.reporting import start_loggers
 from elastictrain.resuming import Resumption
 from elastictrain.session import Session
+
+log = logging.getLogger(__name__)
 
 
 class Announcer:
@@ -129,6 +132,17 @@ class Announcer:
         s.hooks.everyone("teardown", stage=s.purpose)
         for logger in s.loggers if s.ranks.is_main else ():
             logger.finalize("success")
+
+    def suspend(self) -> None:
+        """The generation is over, and this process goes on in another one."""
+        s = self._session
+        if s.has_data and "built" in s.__dict__:
+            info = s.info()
+            for callback in s.callbacks:
+                try:
+                    callback.on_generation_end(info)
+                except Exception as error:  # another process would not have been asked
+                    log.warning("%s.on_generation_end: %s: %s", callback.name, type(error).__name__, error)
 
     def fail(self, error: BaseException) -> None:
         """``error`` ended the session; it is raised after this."""

@@ -31,6 +31,14 @@ class CheckpointError(ElasticTrainError):
     """A checkpoint is not committed, damaged, or does not fit the state it should be loaded into."""
 
 
+class GenerationOver(ElasticTrainError):
+    """The generation that this worker was in has ended, by no fault of its own."""
+
+
+class NothingKept(GenerationOver):
+    """There is no state from which this process could go on: another one must begin."""
+
+
 # Texts by which torch's backends say that a peer or the network is gone; they raise plain RuntimeErrors.
 _LOST_PEER = ("gloo", "NCCL", "Connection reset by peer", "Connection closed by peer", "connectFullMesh", "Broken pipe")
 
@@ -38,7 +46,9 @@ _LOST_PEER = ("gloo", "NCCL", "Connection reset by peer", "Connection closed by 
 def is_lost_peer(error: BaseException) -> bool:
     """Does it say that another rank, or the network, is gone?"""
     distributed = sys.modules.get("torch.distributed")
-    kinds: tuple[type[BaseException], ...] = (distributed.DistError,) if distributed is not None else ()
+    kinds: tuple[type[BaseException], ...] = (GenerationOver,)
+    if distributed is not None:
+        kinds += (distributed.DistError,)
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:

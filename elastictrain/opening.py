@@ -87,6 +87,7 @@ def open_session(
         local_rank=membership.local_rank,
         mesh=settings.mesh,
         nodes=node_names(membership.node),
+        is_over=lambda: membership.is_over,
     )
     set_main_rank(ranks.rank)
     history, recovery = {}, None

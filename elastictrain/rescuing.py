@@ -56,8 +56,8 @@ def rescue(
         Checkpoints that have been committed meanwhile, the same on every rank.
     """
     s, step = session, session.counters.step
-    is_aborted = isinstance(s.membership, AgentMembership) and s.membership.aborted
-    if isinstance(error, ElasticTrainError) or is_lost_peer(error) or is_aborted:
+    is_over = isinstance(s.membership, AgentMembership) and s.membership.is_over
+    if isinstance(error, ElasticTrainError) or is_lost_peer(error) or is_over:
         return []  # nothing that a later start could go on from better than from the last checkpoint
     if step in (0, saved_step):
         return []

@@ -22,7 +22,7 @@ from elastictrain.checkpoint.catalog import step_of
 from elastictrain.checkpoint.lease import Lease
 from elastictrain.checkpoint.memory import Snapshot
 from elastictrain.config import Weights
-from elastictrain.errors import CheckpointError, ElasticTrainError, UsageError
+from elastictrain.errors import CheckpointError, ElasticTrainError, NothingKept, UsageError
 from elastictrain.keeping import Restored
 from elastictrain.metrics.console import make_console, print_line
 from elastictrain.metrics.ledger import FOLDER as EVENTS
@@ -100,6 +100,8 @@ class Resumption:
 
     def _choose(self) -> None:
         self.source = self._snapshots[0].label if self._snapshots else self.stored
+        if self.source is None and self._session.needs_state:
+            raise NothingKept("nothing is kept of this run yet, and the weights that the module was made with are gone")
 
     @property
     def is_stored(self) -> bool:

@@ -119,6 +119,7 @@ class Session:
     begun: list[dict[str, Any]] = field(default_factory=list)  # what this node's account began with, in the ledger
     is_first_start: bool = True  # of the run, as far as its ledger knows; rank 0 knows
     recovery: Recovery | None = None  # what this start recovers from
+    needs_state: bool = False  # it cannot begin with the weights that the module was made with
     num_cut_short: int = 0  # earlier starts of this run that did not end in good order; rank 0 knows
 
     counters: Counters = field(default_factory=Counters)

@@ -5,7 +5,8 @@ model out, restore what the newest checkpoint has, then train. Every rank runs t
 ``run.json``, metrics and what a person sees.
 
 On failure: input that cannot work is a :class:`~elastictrain.errors.UsageError` before anything is written. An exception
-while training reaches callbacks' ``on_exception``, flushes what was logged, and is raised.
+while training reaches callbacks' ``on_exception``, flushes what was logged, and is raised, unless it is a consequence of the
+end of another worker, and this process goes on in the next generation (:mod:`elastictrain.lives`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from elastictrain.compat.lightning import LightningModule
 from elastictrain.compat.strategy_view import UnsupportedAttribute
 from elastictrain.compat.supported import refuse_options
 from elastictrain.config import CheckpointConfig, MeshConfig, Weights
-from elastictrain.elastic.membership import StopReason, current
+from elastictrain.elastic.membership import Membership, StopReason, current
 from elastictrain.errors import UsageError
 from elastictrain.evaluate import Evaluator
 from elastictrain.fit import FitLoop
+from elastictrain.lives import Lives, forget_frames
 from elastictrain.metrics.console import evaluation_results, make_console
 from elastictrain.opening import open_session
 from elastictrain.session import Counters, Session, Settings
@@ -159,29 +161,53 @@ class Trainer:
         """
         if self._settings.max_steps is None and self._settings.max_epochs is None:
             raise UsageError("how long to train is not known: give max_steps or max_epochs")
-        session = self._open(task, datamodule, purpose="fit")
-        builder = Builder(session)
+        membership = current()
+        lives = Lives(membership, [task, datamodule, *self._callbacks], loaders=[train_dataloaders, val_dataloaders])
+        while not self._train(lives, membership, task, datamodule, (train_dataloaders, val_dataloaders)):
+            lives.begin_again()
+
+    def _train(
+        self, lives: Lives, membership: Membership, task: LightningModule, datamodule: Any, data: tuple[Any, Any]
+    ) -> bool:
+        """One generation. False: it is over, and this process goes on in another one."""
+        session: Session | None = None
+        builder: Builder | None = None
         loop: FitLoop | None = None
         try:
-            builder.build_for_fit(train_dataloaders, val_dataloaders)
+            lives.enter()
+            session = self._open(task, datamodule, purpose="fit", membership=membership)
+            session.needs_state = lives.needs_state
+            builder = Builder(session)
+            builder.build_for_fit(*data)
+            lives.check(session.plan, session.ranks)
             evaluator = Evaluator(session, builder.runner)
             resumption = builder.resumption
             loop = FitLoop(session, builder.runner, evaluator, resumption.manager, is_stored=resumption.is_stored)
-            builder.announcer.start(builder.notes)
+            builder.announcer.start([*builder.notes, *lives.notes])
             loop.run()
             self.stopped = loop.stopped
+            lives.leave()
             builder.announcer.finish(loop)
+            return True
         except BaseException as error:
-            session.times.broke_off()
+            if session is not None:
+                session.times.broke_off()
             if loop is not None and isinstance(error, Exception):
                 loop.rescue(error)
-            builder.fail(error)
+            if lives.goes_on(error):
+                if builder is not None:
+                    builder.announcer.suspend()
+                forget_frames(error)
+                return False
+            if builder is not None:
+                builder.fail(error)
             raise
         finally:
             self.metrics = dict(loop.reporter.latest) if loop is not None else {}
-            self.callback_metrics = dict(session.callback_metrics)
-            self._reached = session.reached()
-            builder.close()
+            if session is not None and builder is not None:
+                self.callback_metrics = dict(session.callback_metrics)
+                self._reached = session.reached()
+                builder.close()
 
     def validate(
         self, task: LightningModule, datamodule: Any = None, *, dataloaders: Any = None, checkpoint: str | None = None
@@ -243,7 +269,9 @@ class Trainer:
         finally:
             builder.close()
 
-    def _open(self, task: LightningModule, datamodule: Any, *, purpose: str) -> Session:
+    def _open(
+        self, task: LightningModule, datamodule: Any, *, purpose: str, membership: Membership | None = None
+    ) -> Session:
         settings = replace(self._settings, run_dir=self._settings.run_dir if purpose == "fit" else None)
         session = open_session(
             settings,
@@ -252,7 +280,7 @@ class Trainer:
             callbacks=self._callbacks,
             loggers=self._loggers,
             purpose=purpose,
-            membership=current(),
+            membership=membership or current(),
         )
         if purpose != "fit":
             session.counters = replace(self._reached)

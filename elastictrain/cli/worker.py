@@ -1,6 +1,7 @@
 """One worker process: ``python -m elastictrain.cli.worker``, started by the agent and by nobody else.
 
-It learns its place from :mod:`elastictrain.elastic.membership`, loads the target, and trains. Whatever is raised goes
+It learns its place from :mod:`elastictrain.elastic.membership`, loads the target, and trains. A spare imports everything and
+takes one small step meanwhile. Whatever is raised goes
 into a report for the agent, which shows it once; nothing is printed here. Exit codes are the command's own.
 """
 
@@ -21,7 +22,7 @@ from elastictrain.errors import EXIT_USAGE
 
 
 def main() -> int:
-    mine = current()  # first of all: from here on the worker ends with its agent
+    mine = current(idle=_warm_up)  # first of all: from here on the worker ends with its agent
     if not isinstance(mine, AgentMembership):
         print("elastictrain: error: workers are started by `elastictrain run TARGET`", file=sys.stderr)
         return EXIT_USAGE
@@ -29,6 +30,13 @@ def main() -> int:
         return _work(mine)
     finally:
         mine.leave()
+
+
+def _warm_up() -> None:
+    """What takes seconds the first time, so that a spare can train at once."""
+    from elastictrain import warmup
+
+    warmup.warm_up()
 
 
 def _work(mine: AgentMembership) -> int:

@@ -17,8 +17,14 @@ from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, Modu
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed import device_mesh as device_meshes
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _collective_utils as collective_utils
+from torch.distributed.tensor import _redistribute as redistribute
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -26,9 +32,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "abort_groups",
     "argument_names",
     "batches_ready",
     "empty_optimizers",
+    "forget_meshes",
     "hollow",
     "init_call",
     "is_random",
@@ -64,6 +72,34 @@ def batches_ready(iterator: Any) -> int | None:
         return early + int(iterator._data_queue.qsize())
     except NotImplementedError:  # macOS
         return None
+
+
+def abort_groups() -> None:
+    """No process group is left, and the next ones get the names that a new process would give them.
+
+    Also where making one has failed half-way: what that has left would make the next one wait for ever.
+    """
+    if dist.is_initialized():
+        c10d._abort_process_group()
+    world = c10d._world
+    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+                  world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
+        known.clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def forget_meshes() -> None:
+    """What DTensor keeps of device meshes that are gone: a new mesh that looks like an old one would be taken for it, and
+    numbers would silently be wrong."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    type(propagator)._propagate_tensor_meta_cached.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()  # this thread's
+    redistribute._gen_transform_infos.cache_clear()
+    redistribute.clear_redistribute_planner_cache()
+    collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    device_meshes._mesh_resources.mesh_stack.clear()
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""The agent: starts a node's workers, watches them, restarts them from what was kept last, and stops them together.
+"""The agent: gives a node's workers their places, watches them, replaces those that die, and stops them together.
 
 :class:`Agent` is a ``SimpleElasticAgent`` whose loop is torch's own; here is what that loop asks of it: start, look,
-stop. One *generation* is one set of worker processes. What ends a generation:
+stop. One *generation* is one membership of the run. What ends a generation:
 
 * every worker exits with 0: the run is finished; with 75: stopped at the agreed step, everything saved;
-* a worker dies or raises: the others are stopped (SIGTERM, then SIGKILL), and the next generation starts from the
-  newest checkpoint or snapshot, as long as :class:`~elastictrain.elastic.restarts.RestartBudget` allows;
+* a worker dies or raises, as long as :class:`~elastictrain.elastic.restarts.RestartBudget` allows: the others lose it, let
+  go of everything that belongs to the generation, and go on in the next one in the same processes
+  (:mod:`elastictrain.lives`); the one that is gone, and those that cannot go on like this, are replaced
+  (:mod:`elastictrain.elastic.crew`). The next generation goes on from the newest snapshot or checkpoint;
 * SIGINT, SIGTERM or SIGHUP to the agent, or to any worker: all workers stop at one agreed step boundary
   (:mod:`elastictrain.elastic.agreement`), save, and exit. A second SIGINT kills them at once.
 
@@ -38,13 +40,17 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.utils.store import barrier
 
 from elastictrain.elastic.agreement import Agreement
-from elastictrain.elastic.cells import ABORT, Cells, Phase, StopReason
+from elastictrain.elastic.causes import find_cause
+from elastictrain.elastic.cells import LOST as LOST_OTHERS
+from elastictrain.elastic.cells import Cells, Phase, StopReason
+from elastictrain.elastic.crew import Crew
 from elastictrain.elastic.keepers import Keepers
+from elastictrain.elastic.line import Place
 from elastictrain.elastic.membership import EXIT_INTERRUPTED, Assignment
 from elastictrain.elastic.private import PrivateDir
-from elastictrain.elastic.processes import WorkerProcess, stop_all, worker_env
+from elastictrain.elastic.processes import place_environment, worker_environment
 from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
-from elastictrain.elastic.report import Report, root_cause
+from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
 
@@ -68,6 +74,8 @@ class AgentConfig:
         kill_after: seconds between SIGTERM and SIGKILL for the workers of a generation that is over.
         exit_within: seconds that a worker may take to exit after it has reported an error.
         settle: seconds to wait for a better explanation when a worker only says that it lost the others.
+        tick: seconds between two looks.
+        num_spares: processes that have imported everything and wait for a worker's place.
         target, settings, node, job: handed to the workers, see :class:`~elastictrain.elastic.membership.Assignment`.
         started: when the command began, seconds since the epoch; None: when the agent is made.
     """
@@ -79,7 +87,8 @@ class AgentConfig:
     kill_after: float = 2.0
     exit_within: float = 5.0
     settle: float = 2.0
-    tick: float = 0.05
+    tick: float = 0.02
+    num_spares: int = 0
     target: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     node: str | None = None
@@ -149,10 +158,18 @@ class Agent(SimpleElasticAgent):
         self._budget = RestartBudget(config.max_restarts)
         self._keepers = Keepers(rendezvous.address, say)
         self._private: PrivateDir | None = None
-        self._workers: list[WorkerProcess] = []
+        self._crew = Crew(
+            config.command,
+            environment=lambda: worker_environment(
+                local_world_size=config.local_world_size, run_id=rendezvous.get_run_id()
+            ),
+            num_spares=config.num_spares,
+            say=say,
+        )
         self._cells: Cells | None = None
         self._agreement: Agreement | None = None
         self._reports = ""
+        self._generation = -1
         self._furthest = -1
         self._signals: list[tuple[int, float]] = []
         self._reason: StopReason | None = None
@@ -183,6 +200,7 @@ class Agent(SimpleElasticAgent):
             return Outcome(EXIT_FAILED, self._furthest, message=trouble_of(error))
         finally:
             self._end_generation()
+            self._crew.stop(seconds=self._config.kill_after)
             self._keepers.end(is_over=code != EXIT_FAILED)
             try:
                 self._handler.shutdown()
@@ -224,37 +242,39 @@ class Agent(SimpleElasticAgent):
         ).write(assignment)
         self._failure = ""
         self._hanging = {}
+        places = []
         for worker in worker_group.workers:
-            env = worker_env(
+            environment = place_environment(
                 rank=worker.global_rank,
                 world_size=worker.world_size,
                 local_rank=worker.local_rank,
-                local_world_size=count,
                 node_rank=worker_group.group_rank,
                 master_addr=worker_group.master_addr,
                 master_port=worker_group.master_port,
                 generation=generation,
-                run_id=self._handler.get_run_id(),
-                assignment=assignment,
             )
-            self._workers.append(WorkerProcess(self._config.command, env=env, rank=worker.global_rank))
-        return {local_rank: worker.pid for local_rank, worker in enumerate(self._workers)}
+            places.append((worker.global_rank, Place(generation, assignment, environment)))
+        self._generation = generation
+        return {local_rank: worker.pid for local_rank, worker in enumerate(self._crew.begin(places))}
 
     def _monitor_workers(self, worker_group: Group) -> RunResult:
         assert self._cells is not None and self._agreement is not None
         self._heed_signals(self._agreement, self._cells, worker_group.group_world_size)
         self._keepers.tick(self._cells, os.path.dirname(self._reports))
+        self._crew.tend(self._cells)
         self._furthest = max(self._furthest, *self._cells.steps())
-        codes = [worker.poll() for worker in self._workers]
+        workers = self._crew.workers
+        codes = [worker.poll() for worker in workers]
         if all(code in (EXIT_FINISHED, EXIT_PREEMPTED) for code in codes):
             if EXIT_PREEMPTED in codes:
                 self._wait_for_nodes(worker_group)
                 raise _End(Outcome(EXIT_PREEMPTED, self._furthest, reason=self._agreement.reason))
             # torch wants a return value of every rank
-            return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in self._workers})
-        if any(code not in (None, EXIT_FINISHED, EXIT_PREEMPTED) for code in codes) or self._find_hanging():
-            self._after_failure(worker_group)
-            return RunResult(WorkerState.UNHEALTHY)
+            return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in workers})
+        has_died = any(code not in (None, EXIT_FINISHED, EXIT_PREEMPTED) for code in codes)
+        if has_died or any(view[LOST_OTHERS] for view in self._cells.views) or self._find_hanging():
+            is_ours = self._after_failure(worker_group, self._cells)
+            return RunResult(WorkerState.UNHEALTHY if is_ours else WorkerState.HEALTHY)
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._end_generation(seconds=0)
             late = f"the workers did not stop within {self._config.grace:g} s and were killed: {LOST}"
@@ -262,25 +282,29 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: Group) -> None:
-        self._end_generation()
+        """Torch's loop is about to start the next generation."""
+        self._end_generation(keeps=True)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end_generation()
 
     # ---- the end of a generation -----------------------------------------------------------------------------------
 
-    def _end_generation(self, *, seconds: float | None = None) -> None:
-        if self._cells is not None:
-            steps = self._cells.steps()
-            self._furthest = max(self._furthest, *steps)
-            ends = [worker.ended_at for worker in self._workers if worker.ended_at is not None]
-            self._history |= {"ended": min([time.time(), *ends]), "reached": max(steps)}
-            self._cells.write(ABORT, 1)
-        stop_all(self._workers, seconds=self._config.kill_after if seconds is None else seconds)
-        self._workers = []
-        if self._cells is not None:
-            self._cells.close()
-            shutil.rmtree(os.path.dirname(self._reports), ignore_errors=True)
+    def _end_generation(self, *, seconds: float | None = None, keeps: bool = False) -> None:
+        if self._cells is None:
+            return
+        reached = max(self._cells.steps())
+        self._furthest = max(self._furthest, reached)
+        noticed, seconds = time.time(), self._config.kill_after if seconds is None else seconds
+        num_living, ended = self._crew.end(self._generation, self._cells, seconds=seconds, keeps=keeps)
+        self._history |= {"ended": noticed if ended is None else min(noticed, ended), "reached": reached}
+        if keeps and self._failure:
+            self._say(
+                f"{self._failure}: restarting {self._them(num_living)} from the newest checkpoint or snapshot"
+                f" (restart {self._budget.used} of {self._config.max_restarts})"
+            )
+        self._cells.close()
+        shutil.rmtree(os.path.dirname(self._reports), ignore_errors=True)
         self._cells, self._agreement = None, None
 
     def _find_hanging(self) -> bool:
@@ -289,16 +313,26 @@ class Agent(SimpleElasticAgent):
         if now - self._looked_at < 1.0:
             return False
         self._looked_at = now
-        for worker in self._workers:
+        for worker in self._crew.workers:
             if worker.rank not in self._hanging and Report.read(self._reports, worker.rank) is not None:
                 self._hanging[worker.rank] = now
         if self._handler.is_closed():
             raise _End(Outcome(EXIT_FAILED, self._furthest, message="another node has ended the run: see its output"))
         return any(now - since > self._config.exit_within for since in self._hanging.values())
 
-    def _after_failure(self, worker_group: Group) -> None:
-        """Return to restart; raise to end the run."""
-        cause, pid = self._cause()
+    def _after_failure(self, worker_group: Group, cells: Cells) -> bool:
+        """Whether it is to restart; False: another node's failure explains it. Raises to end the run."""
+        self._crew.over(self._generation, cells)
+        found = find_cause(
+            self._crew.workers,
+            cells,
+            self._reports,
+            seconds=self._config.settle,
+            give_up=lambda: self._handler.num_nodes_waiting() > 0,
+        )
+        if found is None:
+            return False
+        cause, pid = found
         where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
         raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
         line = self._failure = f"worker rank {cause.rank} (pid {pid}) {raised}{where}"
@@ -309,42 +343,19 @@ class Agent(SimpleElasticAgent):
             line = f"{line} while stopping: {LOST}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, shown, line))
         signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
-        reached = max(self._cells.steps()) if self._cells is not None else -1
-        if not self._budget.may_restart(Failure(cause.step, signature, cause.retry), reached=reached):
+        if not self._budget.may_restart(Failure(cause.step, signature, cause.retry), reached=max(cells.steps())):
             if self._budget.repeated:
                 line = f"{line}, as before its restart"
             elif self._budget.used >= self._config.max_restarts > 0 and cause.retry:
                 line = f"{line}; {self._budget.used} restarts made no progress"
             raise _End(Outcome(EXIT_FAILED, self._furthest, report=shown, message=line))
-        count = worker_group.workers[0].world_size
-        them = f"all {count} workers" if count > 1 else "the worker"
-        self._say(
-            f"{line}: restarting {them} from the newest checkpoint or snapshot"
-            f" (restart {self._budget.used} of {self._config.max_restarts})"
-        )
+        return True
 
-    def _cause(self) -> tuple[Report, int]:
-        """The root cause of a failure and the pid it happened in; waits a little for a better one than a lost peer."""
-        deadline = time.monotonic() + self._config.settle
-        steps = self._cells.steps() if self._cells is not None else [-1] * len(self._workers)
-        pids = {worker.rank: worker.pid for worker in self._workers}
-        while True:
-            running = [worker for worker in self._workers if worker.poll() is None]
-            causes = []
-            for worker, step in zip(self._workers, steps, strict=True):
-                report = Report.read(self._reports, worker.rank)
-                if report is not None:
-                    causes.append(report)
-                elif report is None and worker.code not in (None, EXIT_FINISHED, EXIT_PREEMPTED):
-                    secondary = worker.code == -signal.SIGABRT  # gloo calls std::terminate when its peers vanish
-                    ended = worker.ended_at or 0.0
-                    causes.append(
-                        Report("died", worker.rank, step, message=worker.end, lost_peer=secondary, time=ended)
-                    )
-            cause = root_cause(causes)
-            if cause is not None and (not cause.lost_peer or not running or time.monotonic() > deadline):
-                return cause, pids[cause.rank]
-            time.sleep(0.02)
+    def _them(self, num_living: int) -> str:
+        count = self._config.local_world_size
+        if not num_living:
+            return f"all {count} workers" if count > 1 else "the worker"
+        return f"{count - num_living} of {count} workers, the rest in their processes,"
 
     # ---- stopping --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``VERDICT`` | agent | (1 + limit) * 4 + code of the reason, once every worker has acked that limit; 0: none |
 | ``ABORT`` | agent | 1: this generation is over, and SIGTERM means "unwind now" |
 | ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
+| ``LIVES`` | worker | 1: the worker can go on in the next generation, see :mod:`elastictrain.lives` |
+| ``LOST`` | worker | 1: the worker has lost the others, and waits to hear what comes next |
 
 A missing or short file is an ``OSError`` or ``ValueError`` from the constructor.
 """
@@ -23,8 +25,8 @@ from __future__ import annotations
 import mmap
 from enum import IntEnum, StrEnum
 
-WORDS = 8  # one cache line per worker: no false sharing
-PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER = range(8)
+WORDS = 16  # whole cache lines per worker: no false sharing
+PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER, LIVES, LOST = range(10)
 
 
 class StopReason(StrEnum):
@@ -103,5 +105,5 @@ class Cells:
 
 
 def one_cell(path: str, index: int, count: int) -> memoryview:
-    """The cell of the worker with that local rank: eight 64-bit words."""
+    """The cell of the worker with that local rank: :data:`WORDS` 64-bit words."""
     return Cells(path, count).views[index]

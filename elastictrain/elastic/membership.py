@@ -2,7 +2,8 @@
 
 This is the only module where agent and trainer meet. It imports no torch. :func:`current` answers from the environment:
 
-* started by ``elastictrain run``: :class:`AgentMembership`; :meth:`~Membership.boundary` speaks for all ranks;
+* started by ``elastictrain run``: :class:`AgentMembership`; :meth:`~Membership.boundary` speaks for all ranks. It may
+  have a place in one generation after another (:mod:`elastictrain.elastic.line`);
 * started by torchrun, or by hand: :class:`EnvMembership`; with several ranks it does not speak for all
   (``agrees`` is False) and the trainer asks them where they meet anyway.
 
@@ -12,17 +13,14 @@ is gone is killed by the kernel (Linux) or kills itself within a second.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import signal
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import Any
 
 from elastictrain.elastic.cells import (
@@ -31,6 +29,8 @@ from elastictrain.elastic.cells import (
     ASKED,
     KEEPER,
     LIMIT,
+    LIVES,
+    LOST,
     PHASE,
     STEP,
     VERDICT,
@@ -39,18 +39,18 @@ from elastictrain.elastic.cells import (
     one_cell,
     reason_of,
 )
-from elastictrain.errors import UsageError
+from elastictrain.elastic.line import Line, Place
+from elastictrain.elastic.signals import Handlers, die_with
+from elastictrain.errors import GenerationOver, UsageError
 
 __all__ = ["AgentMembership", "Assignment", "EnvMembership", "Membership", "StopReason", "current"]
 
-ASSIGNMENT = "ELASTICTRAIN_ASSIGNMENT"  # names the file that the agent wrote for this generation's workers
 REQUEST, ANSWER = "keeper-request.json", "keeper.json"  # beside the assignment, in the agent's private directory
 EXIT_INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+SPARE_SECONDS = 0.5  # after which a worker without a place is a spare; others are given theirs as they start
 SAME_KEYPRESS = 1.0  # seconds: torchrun passes a Ctrl-C on to workers that the terminal has already told
 
 _IMPORTED = uuid.uuid4().hex
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,11 @@ class Membership:
                 f"{self.local_rank} of LOCAL_WORLD_SIZE={self.local_world_size}: set all four, or none"
             )
 
+    @property
+    def is_over(self) -> bool:
+        """This generation has ended: what goes wrong from now on is of no interest."""
+        return False
+
     def boundary(self, step: int) -> StopReason | None:
         """Between two steps: shall all ranks stop here?
 
@@ -171,51 +176,69 @@ class Membership:
         raise NotImplementedError
 
 
-class _Handlers:
-    """Signal handlers of this process, put back on request. Nothing outside the main thread, where there are none."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, Handler] = {}
-
-    def install(self, ask: Callable[[int], None]) -> None:
-        """Call ``ask`` with the number of each SIGINT and SIGTERM of this process; not of those it forks."""
-        pid = os.getpid()
-
-        def handler(number: int, _frame: FrameType | None) -> None:
-            if os.getpid() == pid:
-                ask(number)
-            elif number == signal.SIGTERM:  # a loader process: its parent ends it like this
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            # Ctrl-C reaches loader processes too; they go on, since the step in progress still needs their data
-
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, handler)
-
-    def restore(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            while self._before:
-                number, handler = self._before.popitem()
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
 class AgentMembership(Membership):
-    """A worker of ``elastictrain run``. There is one per process; :func:`current` always returns it."""
+    """A worker of ``elastictrain run``. There is one per process; :func:`current` always returns it.
+
+    Attributes:
+        line: what the agent says.
+        assignment: of the generation that this worker is in.
+        places: how many generations this process has been in.
+    """
 
     has_agent = True
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, line: Line, place: Place) -> None:
+        self.line, self.places = line, 0
+        self.settings = {}
+        self._take(place)
+        # For the life of the process: a scheduler that signals every process must not kill a worker in mid-step.
+        Handlers().install(self._on_signal)
+
+    def _take(self, place: Place) -> None:
+        """Be in that generation from now on, and in no other."""
+        os.environ.update(place.environment)  # libraries look there
+        settings = self.settings
         super().__init__()
-        die_with(assignment.agent_pid)
-        self.assignment = assignment
+        self.assignment = assignment = Assignment.read(place.assignment)
+        self.settings = settings if self.places else dict(assignment.settings)
         self.generation, self.target, self.node = assignment.generation, assignment.target, assignment.node
-        self.settings = dict(assignment.settings)
         self.job_id, self.agent_pid = assignment.job_id, assignment.agent_pid
         self.history, self.cause = dict(assignment.history), assignment.cause
         self._cell = one_cell(assignment.cells, self.local_rank, self.local_world_size)
-        # For the life of the process: a scheduler that signals every process must not kill a worker in mid-step.
-        _Handlers().install(self._on_signal)
+        self.stopped = None
+        self.places += 1
+        if self.requested is not None:
+            self._cell[ASKED] = self.requested.code
+
+    # ---- one generation after another ------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._cell[ABORT]) or self.line.is_over(self.generation)
+
+    def can_go_on(self, can: bool) -> None:
+        """Whether this process could be in the next generation as it is."""
+        self._cell[LIVES] = int(can)
+
+    def lost_others(self, error: BaseException) -> None:
+        """By ``error``: the agent finds out who is gone, and says what comes next."""
+        from elastictrain.elastic.report import describe  # it knows this module
+
+        with contextlib.suppress(FileNotFoundError):  # the generation has just ended
+            describe(error, rank=self.rank, step=self.step).write(self.assignment.reports)
+            self._cell[LOST] = 1
+
+    def next_place(self) -> None:
+        """This process has let go of everything of its generation; returns when it has a place in another one.
+
+        Raises:
+            SystemExit: the agent has no place for it.
+        """
+        self._cell[PHASE] = Phase.CLOSED
+        place = self.line.take()
+        assert place is not None
+        self._take(place)
+        self.run()
 
     def run(self) -> None:
         """Imports are done; from here on the worker is asked to stop, not killed, when it shall end."""
@@ -226,12 +249,14 @@ class AgentMembership(Membership):
         """Finished steps at the last boundary; -1 before the first."""
         return int(self._cell[STEP]) - 1
 
-    @property
-    def aborted(self) -> bool:
-        """The agent has ended this generation: what goes wrong from now on is of no interest."""
-        return bool(self._cell[ABORT])
-
     def boundary(self, step: int) -> StopReason | None:
+        """See :meth:`Membership.boundary`.
+
+        Raises:
+            GenerationOver: there will be no other boundary in this generation.
+        """
+        if self.line.is_over(self.generation):
+            raise GenerationOver(f"generation {self.generation} is over")
         cell = self._cell
         again = cell[STEP] == step + 1
         cell[STEP] = step + 1
@@ -253,6 +278,8 @@ class AgentMembership(Membership):
             verdict = cell[VERDICT]
             if verdict >> 2 == limit + 1:
                 self.stopped = reason_of(verdict & 3)
+            elif self.is_over:
+                raise GenerationOver(f"generation {self.generation} is over")
             else:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.01)
@@ -307,7 +334,7 @@ class EnvMembership(Membership):
         self.job_id = f"{_IMPORTED}-{os.getpid()}"  # this process: nobody knows better
         self.agrees = self.world_size == 1
         self._interrupted_at: float | None = None
-        self._handlers = _Handlers()
+        self._handlers = Handlers()
         self._handlers.install(self._on_signal)
 
     def boundary(self, step: int) -> StopReason | None:
@@ -333,19 +360,26 @@ class EnvMembership(Membership):
 _mine: AgentMembership | None = None
 
 
-def current() -> Membership:
-    """This process's membership, from its environment.
+def current(*, idle: Callable[[], None] = lambda: None) -> Membership:
+    """This process's membership, from its environment. A spare waits for its first place.
+
+    Args:
+        idle: what a spare does before that.
 
     Raises:
         UsageError: the environment contradicts itself.
     """
     global _mine
-    if ASSIGNMENT not in os.environ:
-        return EnvMembership()
     if _mine is None or _mine.assignment.agent_pid != os.getppid():
-        if (assignment := Assignment.read(os.environ[ASSIGNMENT])).agent_pid != os.getppid():
-            return EnvMembership()  # a process that a worker started, with the worker's environment
-        _mine = AgentMembership(assignment)
+        if (line := Line.of_this_process()) is None:
+            return EnvMembership()  # also a process that a worker started, with the worker's environment
+        die_with(os.getppid())
+        place = line.take(seconds=SPARE_SECONDS)
+        if place is None:
+            idle()
+            place = line.take()
+        assert place is not None
+        _mine = AgentMembership(line, place)
     elif _mine.stopped is None:
         _mine.run()  # a script that trains twice
     return _mine
@@ -365,20 +399,3 @@ def _number(name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise UsageError(f"the environment says {name}={text!r}: it must be a whole number") from None
-
-
-def die_with(parent: int) -> None:
-    """End this process when ``parent``, its parent, ends: workers that nobody watches would train on, and hold GPUs."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel was told
-        os._exit(1)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)

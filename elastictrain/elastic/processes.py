@@ -1,5 +1,8 @@
 """Worker processes as an agent holds them: each in a session of its own, none left behind.
 
+A process is started without a place in the run, and is given one after another (:mod:`elastictrain.elastic.line`); one that
+waits for its first is a spare.
+
 A worker has its own session, so the terminal's Ctrl-C reaches only the agent, and its own process group, so that its
 loader processes end with it. stdin is empty, stdout and stderr are the agent's. A worker that has ended is kept as a
 zombie until its group is killed: no other process can get its number in between.
@@ -13,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastictrain.elastic.membership import ASSIGNMENT
+from elastictrain.elastic.line import Place, Speaker
 from elastictrain.machine import usable_cores
 
 
@@ -22,16 +25,34 @@ class WorkerProcess:
 
     Attributes:
         pid: also the number of its session and group.
+        rank: in the generation that it was given a place in last; -1 before the first.
         ended_at: when its end was noticed, seconds since the epoch.
         code: exit code, negative for a signal as in ``subprocess``; None while it runs.
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], rank: int) -> None:
-        self.rank = rank
-        self._process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True)
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
+        self.rank = -1
+        self._line = Speaker()
+        self._process = subprocess.Popen(
+            command,
+            env={**env, **self._line.environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(self._line.descriptor,),
+        )
+        self._line.handed_on()
         self.pid = self._process.pid
         self.ended_at: float | None = None
         self.code: int | None = None
+
+    def place(self, place: Place, *, rank: int) -> None:
+        """Its place in a generation that begins."""
+        self.rank = rank
+        self._line.place(place)
+
+    def over(self, generation: int) -> None:
+        """That generation is over, and another may follow."""
+        self._line.over(generation)
 
     def poll(self) -> int | None:
         """The exit code, or None; what the worker left running in its group is killed first."""
@@ -44,6 +65,7 @@ class WorkerProcess:
                 self._signal_group(signal.SIGKILL)
                 self.ended_at = time.time()
                 self.code = self._process.wait()
+                self._line.close()
         return self.code
 
     def terminate(self) -> None:
@@ -75,20 +97,8 @@ class WorkerProcess:
         return f"was killed by {name}"
 
 
-def worker_env(
-    *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    local_world_size: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int,
-    generation: int,
-    run_id: str,
-    assignment: str,
-) -> dict[str, str]:
-    """The environment of one worker: the agent's, plus what torchrun would say, plus where the assignment is."""
+def worker_environment(*, local_world_size: int, run_id: str) -> dict[str, str]:
+    """The environment of a worker: the agent's, plus what torchrun would say whatever its place is."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // local_world_size)),
         "PYTHONUNBUFFERED": "1",  # what a killed worker has printed is seen
@@ -97,16 +107,30 @@ def worker_env(
     return {
         **defaults,
         **os.environ,
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "TORCHELASTIC_RUN_ID": run_id,  # how libraries see that a launcher started them
+    }
+
+
+def place_environment(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    generation: int,
+) -> dict[str, str]:
+    """What torchrun would say of one worker's place."""
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
         "GROUP_RANK": str(node_rank),
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RUN_ID": run_id,  # how libraries see that a launcher started them
         "TORCHELASTIC_RESTART_COUNT": str(generation),
-        ASSIGNMENT: assignment,
     }
 
 

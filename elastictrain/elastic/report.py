@@ -7,6 +7,7 @@ written or read is as good as none: the agent then knows the exit code alone. Im
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -128,10 +129,11 @@ def guarded(mine: AgentMembership, body: Callable[[], None], *, retry: bool = Tr
         raised = error
     else:
         return EXIT_FINISHED if mine.stopped is None else EXIT_PREEMPTED
-    if mine.aborted:
+    if mine.is_over:
         return EXIT_FAILED
     report = describe(raised, rank=mine.rank, step=mine.step, retry=retry)
-    report.write(mine.assignment.reports)
+    with contextlib.suppress(FileNotFoundError):  # the generation has just ended
+        report.write(mine.assignment.reports)
     return EXIT_USAGE if report.kind == "usage" else EXIT_FAILED
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,8 +25,10 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from elastictrain.compat.torch import abort_groups, forget_meshes
 from elastictrain.config import AXES, MeshConfig, MeshShape
-from elastictrain.errors import UsageError
+from elastictrain.errors import GenerationOver, UsageError
+from elastictrain.parallel.severing import Connections
 from elastictrain.parallel.zones import Zones, number
 
 T = TypeVar("T")
@@ -102,6 +107,7 @@ def join(
     mesh: MeshConfig = MeshConfig(),  # noqa: B008 - frozen
     nodes: Sequence[str] = (),
     timeout: timedelta = timedelta(minutes=30),
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Ranks:
     """Meet the other ranks at ``MASTER_ADDR:MASTER_PORT``; a group that the script made already is used as it is.
 
@@ -109,12 +115,14 @@ def join(
         rank, world_size, local_rank: as the launcher counts; with a topology file the group counts in its order.
         mesh: its topology file, and the axes that shall be within a zone.
         nodes: by which this machine may be called in that file.
+        is_over: whether there is anybody left to meet.
 
     Raises:
+        GenerationOver: there is not.
         UsageError: several ranks and no address to meet at, a process group of another size, or the topology file
             cannot be used.
     """
-    global _store, _num_groups, _joined
+    global _store, _num_groups, _joined, _leaves_at_exit
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -133,8 +141,11 @@ def join(
         raise UsageError(
             f"WORLD_SIZE={world_size} but {missing[0]} is not set: start the script with elastictrain run or torchrun"
         )
-    if _store is None:  # one per process: its port cannot be bound a second time
-        _store, rank, world_size = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+    with making_groups():
+        if _store is None:  # one per generation: its port cannot be bound a second time
+            if rank > 0:
+                _wait_for_store(timeout.total_seconds(), is_over)
+            _store, rank, world_size = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     _num_groups += 1
     store = PrefixStore(f"elastictrain/{_num_groups}", _store)
     zones: Zones | None = None
@@ -145,19 +156,50 @@ def join(
             PrefixStore("zones", store), mesh.topology, rank=rank, world_size=world_size, names=nodes, block=block
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
-    )
-    _joined = Ranks(rank, world_size, local_rank, device, store, owns_group=True, zones=zones)
-    _joined.barrier()  # one that is refused next must not take the store or its connections from those that still make them
-    if _num_groups == 1:
+    with making_groups():
+        dist.init_process_group(
+            backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
+        )
+        _joined = Ranks(rank, world_size, local_rank, device, store, owns_group=True, zones=zones)
+        _joined.barrier()  # one that is refused next must not take the store from those that still make their connections
+    if not _leaves_at_exit:
+        _leaves_at_exit = True
         atexit.register(lambda: leave(_joined) if _joined is not None else None)
     return _joined
+
+
+def _wait_for_store(seconds: float, is_over: Callable[[], bool]) -> None:
+    """Until somebody listens where the store shall be: torch's own client cannot be interrupted while nobody does."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline, pause = time.monotonic() + seconds, 0.005
+    while time.monotonic() < deadline:
+        if is_over():
+            raise GenerationOver("the generation is over before its ranks have met")
+        try:
+            socket.create_connection(address, timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+
+_connections = Connections()  # of the groups of this process
+
+
+def making_groups() -> AbstractContextManager[None]:
+    """Around whatever makes process groups, so that :func:`sever` knows them."""
+    return _connections.noting()
+
+
+def sever() -> None:
+    """Let go whoever waits in a collective, with an error; from any thread."""
+    _connections.sever()
 
 
 _store: Store | None = None
 _num_groups = 0
 _joined: Ranks | None = None
+_leaves_at_exit = False
 
 
 def leave(ranks: Ranks) -> None:
@@ -170,6 +212,18 @@ def leave(ranks: Ranks) -> None:
     if ranks.owns_group and dist.is_initialized():
         dist.destroy_process_group()
         _joined = None
+
+
+def abandon() -> None:
+    """The other ranks are gone: forget them, their groups, their meshes and their store.
+
+    Nothing that was laid out over them can be used after this.
+    """
+    global _store, _num_groups, _joined, _connections
+    sever()
+    abort_groups()
+    forget_meshes()
+    _store, _num_groups, _joined, _connections = None, 0, None, Connections()
 
 
 @dataclass(frozen=True)
@@ -286,7 +340,8 @@ def make_mesh(ranks: Ranks, shape: MeshShape, *, last_stage: int | None = None) 
     if ranks.world_size == 1:
         return Mesh(ranks, shape, None)
     sizes = (shape.pp, shape.dp_replicate, shape.dp_shard * shape.cp, shape.tp)
-    device_mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=DIMS)
+    with making_groups():
+        device_mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=DIMS)
     last_stage = shape.pp - 1 if last_stage is None else last_stage
     every = torch.arange(shape.world_size).view(shape.sizes)
     coordinates = tuple(int(place) for place in (every == ranks.rank).nonzero()[0])
@@ -307,10 +362,11 @@ def _data_group(device_mesh: DeviceMesh, shape: MeshShape) -> dist.ProcessGroup 
 def _group(rows: Tensor) -> dist.ProcessGroup | None:
     """The group of the row that this rank is in; every rank makes every group, in one order."""
     mine: dist.ProcessGroup | None = None
-    for members in rows.tolist():
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            mine = group
+    with making_groups():
+        for members in rows.tolist():
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine = group
     return mine
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from elastictrain.parallel.mesh import making_groups
 from elastictrain.parallel.units import Cut
 
 
@@ -101,10 +102,11 @@ def _group(device_mesh: DeviceMesh, ranks: tuple[int, ...]) -> dist.ProcessGroup
     if len(ranks) == len(pipelines[0]):
         return device_mesh.get_group("pp")
     mine: dist.ProcessGroup | None = None
-    for pipeline in pipelines:
-        group = dist.new_group([pipeline[rank] for rank in ranks])
-        if dist.get_rank() in pipeline:
-            mine = group
+    with making_groups():
+        for pipeline in pipelines:
+            group = dist.new_group([pipeline[rank] for rank in ranks])
+            if dist.get_rank() in pipeline:
+                mine = group
     return mine
 
 

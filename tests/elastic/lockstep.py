@@ -18,7 +18,8 @@ from pathlib import Path
 
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.cells import Cells, StopReason
-from elastictrain.elastic.membership import ASSIGNMENT, AgentMembership, Assignment, current
+from elastictrain.elastic.line import Line, Place, Speaker
+from elastictrain.elastic.membership import AgentMembership, Assignment
 
 FORK = multiprocessing.get_context("fork")
 TOO_LONG = 20.0  # seconds for one round; a normal one takes under 0.1
@@ -27,12 +28,15 @@ TOO_LONG = 20.0  # seconds for one round; a normal one takes under 0.1
 def join(folder: Path, *, rank: int, count: int, num_nodes: int = 1, node: int = 0) -> AgentMembership:
     """Become a worker of the test process."""
     per_node = count // num_nodes
-    os.environ.update(
-        {ASSIGNMENT: str(folder / "assignment.json"), "RANK": str(rank), "WORLD_SIZE": str(count)}
-        | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(node)}
-    )
-    mine = current()
-    assert isinstance(mine, AgentMembership)
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank % per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": str(node),
+    }
+    place = Place(0, str(folder / "assignment.json"), environment)
+    mine = AgentMembership(Line(Speaker().descriptor), place)
     mine.run()
     return mine
 

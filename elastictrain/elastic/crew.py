@@ -1,0 +1,137 @@
+"""A node's worker processes over the generations of a run: those that live on, spares, and new ones.
+
+When a generation is over, a worker that can go on in the next one (the word ``LIVES`` of its cell) is told so and lets go of
+it; all others are stopped. A place that has lost its worker is given to a *spare*, which has imported everything and waits,
+or to a new process.
+
+On failure: a worker that should go on and has not let go of its generation in time is killed, and replaced like one that has
+died. Spares that end while they start are replaced a few times, and then done without, which is said once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from elastictrain.elastic.cells import ABORT, LIVES, PHASE, Cells, Phase
+from elastictrain.elastic.line import Place
+from elastictrain.elastic.processes import WorkerProcess, stop_all
+
+SPARE_AFTER = 5.0  # seconds of training before spares start: a start takes a core for as long, and short runs need none
+SPARE_DEATHS = 3  # of spares before their first place, after which there are none
+LET_GO_SECONDS = 10.0  # that a worker may take to notice that its generation is over, and to let go of it
+TICK = 0.002
+
+
+class Crew:
+    """Of one agent.
+
+    Args:
+        command: a worker's command line.
+        environment: of a worker process.
+        num_spares: how many to keep.
+        say: prints one line.
+
+    Attributes:
+        workers: of the running generation, by local rank; empty between two.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Callable[[], Mapping[str, str]],
+        num_spares: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._command, self._environment, self._num_spares, self._say = command, environment, num_spares, say
+        self.workers: list[WorkerProcess] = []
+        self._living: dict[int, WorkerProcess] = {}  # by local rank, between two generations
+        self._spares: list[WorkerProcess] = []
+        self._num_deaths = 0
+        self._trains_since: float | None = None
+
+    def begin(self, places: Sequence[tuple[int, Place]]) -> list[WorkerProcess]:
+        """Give everybody a place: ``(rank, place)`` by local rank."""
+        self._trains_since = None
+        for local_rank, (rank, place) in enumerate(places):
+            worker = self._living.pop(local_rank, None)
+            if worker is None or worker.poll() is not None:
+                worker = self._spare() or self._new(place.environment)
+            worker.place(place, rank=rank)
+            self.workers.append(worker)
+        return self.workers
+
+    def tend(self, cells: Cells) -> None:
+        """A look from the agent's loop: are there as many spares as there should be?"""
+        if self._num_deaths >= SPARE_DEATHS or not self._num_spares:
+            return
+        now = time.monotonic()
+        if self._trains_since is None and min(cells.steps()) >= 0:
+            self._trains_since = now
+        for spare in [one for one in self._spares if one.poll() is not None]:
+            self._spares.remove(spare)
+            self._num_deaths += 1
+            if self._num_deaths == SPARE_DEATHS:
+                self._say(f"no spare worker will be kept: {SPARE_DEATHS} have ended (the last {spare.end})")
+                return
+        is_time = self._trains_since is not None and now - self._trains_since > SPARE_AFTER
+        if is_time and len(self._spares) < self._num_spares:
+            self._spares.append(self._new({}))
+
+    def over(self, generation: int, cells: Cells) -> None:
+        """Tell those that can go on, at once."""
+        for local_rank, worker in enumerate(self.workers):
+            if worker.poll() is None and cells.views[local_rank][LIVES]:
+                worker.over(generation)
+
+    def end(self, generation: int, cells: Cells, *, seconds: float, keeps: bool) -> tuple[int, float | None]:
+        """The generation is over: keep who can go on, if ``keeps``, and stop all others.
+
+        Args:
+            seconds: between SIGTERM and SIGKILL for those.
+
+        Returns:
+            how many live on, and the earliest moment at which one was found to have ended, seconds since the epoch.
+        """
+        living = [i for i, one in enumerate(self.workers) if keeps and one.poll() is None and cells.views[i][LIVES]]
+        for i in living:
+            self.workers[i].over(generation)
+        others = [worker for i, worker in enumerate(self.workers) if i not in living]
+        for i, view in enumerate(cells.views[: len(self.workers)]):
+            if i not in living:
+                view[ABORT] = 1
+        stop_all(others, seconds=seconds)
+        self._living = {i: self.workers[i] for i in self._let_go(living, cells)}
+        ends = [worker.ended_at for worker in self.workers if worker.ended_at is not None]
+        self.workers = []
+        return len(self._living), min(ends, default=None)
+
+    def _let_go(self, living: list[int], cells: Cells) -> list[int]:
+        """Those that have let go of their generation; the others are killed."""
+        deadline = time.monotonic() + LET_GO_SECONDS
+        waiting = set(living)
+        while waiting and time.monotonic() < deadline:
+            waiting -= {i for i in waiting if self.workers[i].poll() is not None}
+            waiting -= {i for i in waiting if cells.views[i][PHASE] == Phase.CLOSED}
+            if waiting:
+                time.sleep(TICK)
+        stop_all([self.workers[i] for i in waiting], seconds=0)
+        return [i for i in living if self.workers[i].poll() is None]
+
+    def stop(self, *, seconds: float) -> None:
+        """Everybody, at the end of the run."""
+        stop_all([*self.workers, *self._living.values()], seconds=seconds)
+        stop_all(self._spares, seconds=0)
+        self.workers, self._living, self._spares = [], {}, []
+
+    def _new(self, place: Mapping[str, str]) -> WorkerProcess:
+        """``place``: what is known of it already, for whoever looks at the process from outside."""
+        return WorkerProcess(self._command, env={**self._environment(), **place})
+
+    def _spare(self) -> WorkerProcess | None:
+        while self._spares:
+            spare = self._spares.pop(0)
+            if spare.poll() is None:
+                return spare
+        return None

@@ -1,0 +1,148 @@
+"""An agent's words to a worker that may outlive its generation: lines of JSON through a pipe.
+
+The agent says two things: *generation N is over*, and *this is your place in generation N*. A worker without a place is a
+spare. A worker takes the newest place that is not over yet; those in between are passed over. The worker reads in a thread
+that sleeps until something is said, so that what must be done at once (see :meth:`Line.when_over`) does not wait for what
+the worker is doing.
+
+On failure: an agent that is gone says nothing more; its workers are killed by the kernel. A worker that does not read, or
+has ended, is no trouble for the agent: what is said to it is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LINE = "ELASTICTRAIN_LINE"  # "DESCRIPTOR:PID OF THE AGENT"
+PAUSE = 0.5  # seconds between two looks whether a signal has come, on systems where it does not end a wait
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in one generation.
+
+    Args:
+        generation: its number.
+        assignment: path of the file with what all workers of the node are told.
+        environment: what torchrun would say of this worker.
+    """
+
+    generation: int
+    assignment: str
+    environment: Mapping[str, str]
+
+
+class Speaker:
+    """The agent's end.
+
+    Attributes:
+        descriptor: the other end, for the worker to inherit; :meth:`handed_on` closes it here.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._out = os.pipe()
+        os.set_blocking(self._out, False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Tells the worker where to listen."""
+        return {LINE: f"{self.descriptor}:{os.getpid()}"}
+
+    def handed_on(self) -> None:
+        os.close(self.descriptor)
+
+    def place(self, place: Place) -> None:
+        self._say({"place": asdict(place)})
+
+    def over(self, generation: int) -> None:
+        self._say({"over": generation})
+
+    def close(self) -> None:
+        os.close(self._out)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            os.write(self._out, json.dumps(message).encode() + b"\n")  # shorter than PIPE_BUF: whole or not at all
+        except OSError as error:  # it has ended, or has been stopped for very long
+            log.debug("a worker was not told %s: %s", list(message), error)
+
+
+class Line:
+    """The worker's end.
+
+    Args:
+        descriptor: of the pipe.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._changed = threading.Condition()
+        self._place: Place | None = None  # said, and not yet taken
+        self._over = -1
+        self._act: Callable[[], None] | None = None
+        threading.Thread(target=self._listen, name="line", daemon=True).start()
+
+    @classmethod
+    def of_this_process(cls) -> Line | None:
+        """None: no agent has started this very process."""
+        descriptor, _, agent = os.environ.get(LINE, "").partition(":")
+        return cls(int(descriptor)) if agent == str(os.getppid()) else None
+
+    def is_over(self, generation: int) -> bool:
+        """Costs no more than a comparison."""
+        return self._over >= generation
+
+    def when_over(self, act: Callable[[], None] | None) -> None:
+        """What the listening thread does as soon as a generation is over; None: nothing."""
+        self._act = act
+
+    def wait_until_over(self, generation: int, *, seconds: float) -> bool:
+        """Whether it was over by then."""
+        return self._wait(lambda: self.is_over(generation), seconds)
+
+    def take(self, *, seconds: float | None = None) -> Place | None:
+        """The newest place; waits for one. None: there was none by then.
+
+        A signal's handler runs meanwhile, and may raise.
+        """
+        while self._wait(lambda: self._place is not None, seconds):
+            with self._changed:
+                place, self._place = self._place, None
+            if place is not None and not self.is_over(place.generation):
+                return place
+        return None
+
+    def _wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while not condition():
+                left = PAUSE if deadline is None else min(PAUSE, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
+
+    def _listen(self) -> None:
+        with open(self._descriptor, encoding="utf-8") as lines:
+            for line in lines:
+                message = json.loads(line)
+                with self._changed:
+                    if "over" in message:
+                        self._over = max(self._over, message["over"])
+                    else:
+                        self._place = Place(**message["place"])
+                    self._changed.notify_all()
+                if "over" in message and (act := self._act) is not None:
+                    try:
+                        act()
+                    except Exception:  # the worker then waits until its collectives time out, or is killed
+                        log.exception("what was to be done at the end of a generation has failed")

@@ -1,0 +1,151 @@
+"""One worker process over several generations of a run.
+
+When a worker dies, the others of its generation are alive, and wait for it in a collective. Each of them
+
+1. is let go, with an error: its agent says that the generation is over, and the thread that hears it cuts the connections of
+   the process groups (:mod:`elastictrain.parallel.severing`);
+2. closes what belonged to the generation, as after any error, but tells nobody of a failure;
+3. forgets the groups and everything that was cached of the old mesh, and makes the user's objects what they were before
+   training (:mod:`elastictrain.origin`): nothing of the old generation can be reached any more;
+4. says so, waits for its place in the next generation, and begins like a new process, but for its imports.
+
+**What outlives a generation in a process:** the interpreter and its imports; the user's objects, put back;
+:class:`~elastictrain.elastic.membership.AgentMembership` with its line to the agent and its signal handlers; the writer
+process of a save that is under way, which ends by itself. Nothing else.
+
+On failure: a process that cannot go on like this says so beforehand (:attr:`Lives.problem`), and is then replaced like one
+that has died. So is one that is not done with the old generation in time. An error that is no consequence of a lost peer is
+the process's own: it ends with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from elastictrain.config import StepPlan
+from elastictrain.elastic.membership import AgentMembership, Membership
+from elastictrain.errors import NothingKept, is_lost_peer
+from elastictrain.origin import CannotCopy, Origin, why_not
+from elastictrain.parallel.mesh import Ranks, abandon, sever
+
+DOUBT_SECONDS = 1.0  # that an error of unknown kind may turn out to be a consequence of another worker's end
+ANSWER_SECONDS = 60.0  # for the agent to say what comes next
+
+_has_trained = False  # a script may train several times: a new process would be in its first training meanwhile
+
+
+class Lives:
+    """Of one call of ``Trainer.fit``.
+
+    Args:
+        things: the user's module, data module and callbacks.
+        loaders: the user's own loaders.
+
+    Attributes:
+        problem: why this process cannot go on in another generation; None: it can.
+        needs_state: it has gone on, and the first values of weights that its module was made with are gone.
+    """
+
+    def __init__(self, membership: Membership, things: Sequence[Any], loaders: Sequence[Any]) -> None:
+        global _has_trained
+        self._mine = membership if isinstance(membership, AgentMembership) else None
+        self._origin: Origin | None = None
+        self.problem: str | None = None
+        self.needs_state = False
+        if self._mine is None:
+            self.problem = "elastictrain run has not started it"
+        elif _has_trained:
+            self.problem = "it has trained before"
+        else:
+            self.problem = next(filter(None, map(why_not, loaders)), None) or self._keep(things)
+        _has_trained = True
+
+    def _keep(self, things: Sequence[Any]) -> str | None:
+        try:
+            self._origin = Origin([thing for thing in things if thing is not None])
+        except CannotCopy as error:
+            return f"it cannot copy {error}"
+        return None
+
+    @property
+    def notes(self) -> list[str]:
+        """For the start-up summary."""
+        if self._mine is None or self.problem is None or self._mine.world_size == 1:
+            return []
+        return [f"this process is started anew when another one is lost: {self.problem}"]
+
+    def enter(self) -> None:
+        """A generation begins."""
+        if self._mine is not None and self.problem is None:
+            self._mine.line.when_over(sever)
+            self._mine.can_go_on(True)
+
+    def check(self, plan: StepPlan, ranks: Ranks) -> None:
+        """Is there anything in how it trains that could not be forgotten?"""
+        if self.problem is None and plan.compilation is not None:
+            self._cannot("torch.compile keeps meshes alive")
+        if self.problem is None and ranks.world_size > 1 and not ranks.owns_group:
+            self._cannot("the script has made the process group")
+
+    def _cannot(self, problem: str) -> None:
+        self.problem = problem
+        if self._mine is not None:
+            self._mine.can_go_on(False)
+
+    def leave(self) -> None:
+        """Training is over."""
+        if self._mine is not None:
+            self._mine.can_go_on(False)
+            self._mine.line.when_over(None)
+
+    def goes_on(self, error: BaseException) -> bool:
+        """``error`` has ended the generation here: does this process go on in another one?"""
+        mine = self._mine
+        if mine is None or self.problem is not None or not isinstance(error, Exception):
+            return False
+        if isinstance(error, NothingKept):
+            self._cannot(str(error))
+            return False
+        try:
+            if is_lost_peer(error):
+                sever()  # others that wait for this one are let go as well
+                if not mine.is_over:
+                    mine.lost_others(error)
+                is_over = mine.line.wait_until_over(mine.generation, seconds=ANSWER_SECONDS)
+            else:
+                is_over = mine.line.wait_until_over(mine.generation, seconds=DOUBT_SECONDS)
+        except SystemExit:  # the agent has no place for it
+            is_over = False
+        if not is_over:
+            self._cannot("it has failed")
+        return is_over
+
+    def begin_again(self) -> None:
+        """Forget the generation, and wait for the next place; everything of it has been closed.
+
+        Raises:
+            SystemExit: there is none.
+        """
+        assert self._mine is not None and self._origin is not None
+        sever()
+        abandon()
+        self._origin.restore()
+        self.needs_state = self._origin.has_weights
+        gc.collect()  # modules and their hooks hold each other
+        self._mine.next_place()
+
+
+def forget_frames(error: BaseException) -> None:
+    """An error's frames hold the model that they ran in."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            chain += [one.__cause__, one.__context__]
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None

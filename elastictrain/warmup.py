@@ -1,0 +1,35 @@
+"""What a worker pays for once, paid before it has a place in the run: imports, and the first use of everything.
+
+A spare trains a toy model for one step, sharded over a mesh of this process alone, and then forgets that mesh, exactly as a
+worker does whose generation is over. It touches no GPU: its memory belongs to those who train.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import elastictrain.trainer  # noqa: F401 - all that training imports
+from elastictrain.parallel.mesh import abandon
+
+
+def warm_up() -> None:
+    """Takes seconds, and leaves nothing but warm caches."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for weight in model.parameters():
+        weight.detach().zero_()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    del model, optimizer, mesh
+    abandon()
