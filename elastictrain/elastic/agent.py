@@ -355,7 +355,7 @@ class Agent(SimpleElasticAgent):
         count = self._config.local_world_size
         if not num_living:
             return f"all {count} workers" if count > 1 else "the worker"
-        return f"{count - num_living} of {count} workers, the rest in their processes,"
+        return f"{count - num_living} of {count} workers (the others live on)"
 
     # ---- stopping --------------------------------------------------------------------------------------------------
 

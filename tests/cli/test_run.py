@@ -96,14 +96,16 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
     options += ["--set", "pace=0.05", "--set", "lr=1e-2", "--micro-batch-size", "4"]
     run = Command(tmp_path, *options, "--nproc-per-node", "2")
     run.wait_for(r"step 10 +saved")
-    os.kill(workers_of(run.pid)[1], signal.SIGKILL)
+    before = workers_of(run.pid)
+    os.kill(before[1], signal.SIGKILL)
     killed = run.wait_for(
-        r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step (\d+): restarting all 2 workers from the"
-        r" newest checkpoint or snapshot \(restart 1 of 3\)\n"
+        r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step (\d+): restarting 1 of 2 workers \(the others"
+        r" live on\) from the newest checkpoint or snapshot \(restart 1 of 3\)\n"
     )
     run.wait_for(r"generation 1")
     run.wait_for(rf"step {5 * (int(killed[1]) // 5) + 10} +saved")
     pids = workers_of(run.pid)
+    assert pids[0] == before[0] and pids[1] != before[1]
     run.press_ctrl_c()
     assert run.wait() == 75
     assert "all workers finish the step, save and exit; press Ctrl-C again to stop at once" in run.text
