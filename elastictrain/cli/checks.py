@@ -63,6 +63,7 @@ class Job:
     rdzv_id: str
     local_addr: str | None
     max_restarts: int
+    num_spares: int | None
     grace: float
     full_traceback: bool
     script_args: Sequence[str] = ()
@@ -109,6 +110,7 @@ def prepare(
         rdzv_id=options["rdzv_id"] or "",
         local_addr=options["local_addr"],
         max_restarts=options["max_restarts"],
+        num_spares=options["spares"],
         grace=options["grace"],
         full_traceback=options["full_traceback"],
         script_args=list(script_args),

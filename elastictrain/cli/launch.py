@@ -31,6 +31,7 @@ def launch(job: Job) -> int:
         WORKER,
         local_world_size=job.num_workers,
         max_restarts=job.max_restarts,
+        num_spares=_num_spares(job),
         grace=job.grace,
         target=job.target.recorded,
         settings=dict(job.settings),
@@ -45,6 +46,12 @@ def launch(job: Job) -> int:
     )
     outcome = Agent(config, _rendezvous(job)).train()
     return _tell(job, outcome)
+
+
+def _num_spares(job: Job) -> int:
+    if job.num_spares is not None:
+        return job.num_spares
+    return int(job.max_nodes > 1 or (job.num_workers or 1) > 1)  # alone, a worker that dies has nobody who waits for it
 
 
 def _rendezvous(job: Job) -> GenerationHandler:

@@ -52,6 +52,14 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     help="Restarts of the workers without progress in between before the run fails. [3]",
 )
 @option(
+    "--spares",
+    type=click.IntRange(min=0),
+    default=None,
+    metavar="N",
+    help="Processes on this node that have imported everything and wait for the place of a worker that dies."
+    " [1; 0 with one worker on one node]",
+)
+@option(
     "--grace",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,

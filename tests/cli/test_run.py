@@ -99,8 +99,8 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
     before = workers_of(run.pid)
     os.kill(before[1], signal.SIGKILL)
     killed = run.wait_for(
-        r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step (\d+): restarting 1 of 2 workers \(the others"
-        r" live on\) from the newest checkpoint or snapshot \(restart 1 of 3\)\n"
+        r"elastictrain: worker rank 1 \(pid \d+\) was killed by SIGKILL at step (\d+): restarting 1 of 2 workers"
+        r" \(the others live on\) from the newest checkpoint or snapshot \(restart 1 of 3\)\n"
     )
     run.wait_for(r"generation 1")
     run.wait_for(rf"step {5 * (int(killed[1]) // 5) + 10} +saved")
