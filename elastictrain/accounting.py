@@ -36,7 +36,10 @@ class Account:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._first_step = session.counters.step
-        self._data = self._busy = self._met = 0.0  # seconds since training began, when they were last looked at
+        self._logged = session.counters.step  # finished steps at the last log step
+        self._data = self._busy = self._met = self._fed = (
+            0.0  # seconds since training began, when they were last looked at
+        )
         self._recent = Recent()
         self._before = goodput(session.begun) if session.is_first_start else None  # until it has been read
         self._reader: threading.Thread | None = None
@@ -80,16 +83,19 @@ class Account:
         spent = list(s.times.seconds.values()) if s.accounts else [0.0] * len(CAUSES)
         if not self._has_peers:
             return spent
-        busy = [0.0] * s.ranks.world_size
+        times = [0.0] * (2 * s.ranks.world_size)  # of all ranks: how long they were busy, and how long waiting for data
         data, computing, optimizing, meeting = s.seconds
-        busy[s.ranks.rank] = data + computing + optimizing - meeting - self._busy
-        return spent + busy
+        times[s.ranks.rank] = data + computing + optimizing - meeting - self._busy
+        times[s.ranks.world_size + s.ranks.rank] = data - self._fed
+        self._fed = data
+        return spent + times
 
     def heard(self, sums: list[float]) -> dict[str, float]:
         """What comes of the sum; what there is to log."""
         s = self._session
         if self._has_peers:
-            busy = sums[len(CAUSES) :]
+            busy = sums[len(CAUSES) : len(CAUSES) + s.ranks.world_size]
+            self._views(busy, sums[len(CAUSES) + s.ranks.world_size :])
             mine, met = busy[s.ranks.rank], s.seconds[3]
             waited = min(met - self._met, max(busy) - mine)  # no longer than it waited at all
             s.times.move(waited, source="productive", to="straggling")
@@ -106,6 +112,14 @@ class Account:
             if percent is not None:
                 values[f"goodput/{name}"] = percent
         return values
+
+    def _views(self, busy: list[float], data: list[float]) -> None:
+        """Each rank's times, of a mean step since the last log step, to TensorBoard."""
+        s, c = self._session, self._session.counters
+        steps, self._logged = c.step + 1 - self._logged, c.step + 1
+        if s.recorder is not None and s.ranks.is_main:
+            rows = [(one / steps, other / steps) for one, other in zip(busy, data, strict=True)]
+            s.recorder.log_ranks(c.step + 1, c.samples, rows, epoch=c.epoch, shape=s.mesh.shape)
 
     def _read(self) -> None:
         """Begin to read the ledger, once: it has an object for every half a minute of every node."""

@@ -94,9 +94,11 @@ class Announcer:
         """Training has ended, by its limits or by a stop."""
         s = self._session
         if s.recorder is not None:
-            s.recorder.close()
+            s.recorder.flush(wait=10.0)
         if s.ledger is not None and s.ranks.is_main:
             s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
+        if s.recorder is not None:
+            s.recorder.close()  # what TensorBoard shows of the run last has its end
         info = s.info()
         for callback in s.callbacks:
             callback.on_generation_end(info)

@@ -27,6 +27,7 @@ from elastictrain.keeping import Restored
 from elastictrain.metrics.console import make_console, print_line
 from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short
+from elastictrain.metrics.panels import ledger_panels
 from elastictrain.metrics.record import Recorder
 from elastictrain.recalling import Recalling
 from elastictrain.rundir import cannot_be_used, first_line, is_storage_error
@@ -249,7 +250,16 @@ class Resumption:
             run = runfile.write(s.run_dir, {**self._identity(), **sizes, "hparams": hparams})
         events = s.run_dir.names(EVENTS)
         generation = self._next_generation(events)
-        s.recorder = Recorder(s.run_dir, generation=generation, start_step=s.counters.step)
+        shown = {**s.task.hparams, "seed": s.settings.seed, "precision": s.plan.precision.compute}
+        if not s.chosen.counts_batches:
+            shown["global_batch_size"] = s.chosen.plan.global_batch_size
+        s.recorder = Recorder(
+            s.run_dir,
+            generation=generation,
+            start_step=s.counters.step,
+            hparams=shown,
+            panels=ledger_panels(s.run_dir),
+        )
         s.num_cut_short, s.is_first_start = num_cut_short(events), not events
         s.recorder.take_over(self._unwritten)
         return run, generation

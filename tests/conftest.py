@@ -17,6 +17,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 
+from tests.checkpoint.proxy import Proxy
 from tests.helpers import free_port
 
 torch.set_num_threads(1)
@@ -66,3 +67,15 @@ def s3_url(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem().mkdir(bucket)
     yield f"s3://{bucket}/run"
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def proxy(s3_url: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Between all that follows and the server."""
+    import s3fs
+
+    with Proxy(s3_server) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield between
+        s3fs.S3FileSystem.clear_instance_cache()

@@ -14,6 +14,7 @@ import click
 
 from elastictrain import __version__
 from elastictrain.cli.checkpoint import checkpoint
+from elastictrain.cli.dashboard import dashboard
 from elastictrain.cli.plan import plan
 from elastictrain.cli.run import run
 from elastictrain.cli.status import status
@@ -35,6 +36,7 @@ cli.add_command(run)
 cli.add_command(checkpoint)
 cli.add_command(plan)
 cli.add_command(status)
+cli.add_command(dashboard)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -1,7 +1,7 @@
 """From the training loop to the run directory in the background: a queue, a thread, and writers that may fail.
 
 :meth:`Courier.put` appends an item and looks at the clock; everything else happens in one background thread. Each writer
-gets all items, in order, at times that become rarer as a run grows older.
+gets all items, in order, at times that become rarer as a run grows older, and at once when there are many.
 
 On failure: training goes on. When the store refuses, one warning is logged, the items stay in memory and are tried again at
 the next flush; nothing is lost below ``max_items`` waiting ones, beyond that the oldest go first and the loss is said.
@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from elastictrain.rundir import RunDir, first_line
@@ -28,6 +28,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 FIRST_INTERVAL = 2.0  # seconds between flushes at first, so that a new run is soon seen
 LAST_INTERVAL = 30.0  # and later, so that a long run does not leave a million objects
+STORE_INTERVAL = 300.0  # the same on object stores, where each flush leaves objects that every reader has to list
 _SEGMENT = 5_000  # items in one object at most: what a long outage has kept back goes out in pieces
 
 _log = logging.getLogger(__name__)
@@ -43,9 +44,9 @@ class Writer(Protocol[T_contra]):
         """Write all of ``items`` or raise and leave none of them behind; called again with the same ones then."""
 
 
-def interval(age: float) -> float:
-    """Seconds between two flushes of what has been going on for ``age`` seconds."""
-    return min(max(FIRST_INTERVAL, age / 10), LAST_INTERVAL)
+def interval(age: float, *, last: float = LAST_INTERVAL) -> float:
+    """Seconds between two flushes of what has been going on for ``age`` seconds; ``last`` at most."""
+    return min(max(FIRST_INTERVAL, age / 10), last)
 
 
 class _Outlet(Generic[T]):
@@ -94,18 +95,28 @@ class Courier(Generic[T]):
         writers: each gets every item.
         what: the items are records of, for messages.
         max_items: how many wait in memory, for each writer, while the store does not take them.
+        pace: seconds between two flushes, from the age of the courier in seconds.
     """
 
-    def __init__(self, run_dir: RunDir, writers: Sequence[Writer[T]], *, what: str, max_items: int) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        writers: Sequence[Writer[T]],
+        *,
+        what: str,
+        max_items: int,
+        pace: Callable[[float], float] = interval,
+    ) -> None:
         self._outlets = [_Outlet(writer, run_dir=run_dir, max_items=max_items) for writer in writers]
         self.what = what
         self._run_dir = run_dir
         self._max_items = max_items
+        self._pace = pace
         self._inbox: deque[T] = deque()
         self._under_way: deque[T] = deque(maxlen=max_items)  # taken from there, and perhaps not written yet
         self._num_dropped = 0
         self._born = time.monotonic()
-        self._due = self._born + FIRST_INTERVAL
+        self._due = self._born + pace(0.0)
         self._changed = threading.Condition()
         self._asked = self._served = self._written = 0  # numbers of flushes
         self._deadline: float | None = None  # set once closing: when to give up
@@ -116,12 +127,19 @@ class Courier(Generic[T]):
     def put(self, item: T) -> None:
         """Have it written, in its turn and before long."""
         self._inbox.append(item)
-        if time.monotonic() >= self._due:
+        if time.monotonic() >= self._due or not len(self._inbox) % _SEGMENT:
             self._ask()
 
     def _prepared(self, item: T) -> T:
         """The item as writers get it; in the background thread."""
         return item
+
+    def _are_written(self, items: Sequence[T]) -> None:
+        """All of them are, by every writer; called with the lock held."""
+
+    def _more(self, *, closing: bool) -> Sequence[T]:
+        """What there is to write beside what was given; in the background thread, after a flush that was written."""
+        return []
 
     def waiting(self) -> list[T]:
         """What is not written yet, for all that is known here."""
@@ -168,7 +186,7 @@ class Courier(Generic[T]):
     def _ask(self) -> int:
         now = time.monotonic()
         if self._deadline is None:
-            self._due = now + interval(now - self._born)
+            self._due = now + self._pace(now - self._born)
         with self._changed:
             while len(self._inbox) > self._max_items:  # the thread hangs in the store
                 self._inbox.popleft()
@@ -189,10 +207,12 @@ class Courier(Generic[T]):
                 number = self._asked
                 items = [self._inbox.popleft() for _ in range(len(self._inbox))]
                 self._under_way.extend(items)
-            items = [self._prepared(item) for item in items]
-            for outlet in self._outlets:
-                outlet.take(items)
+            self._hand_out([self._prepared(item) for item in items])
             done = self._write()
+            closing = self._deadline is not None
+            if done and (more := self._more(closing=closing)):
+                self._hand_out(more)  # these go with the next flush: not one more object for them
+                done = not closing or self._write()
             while not done and self._deadline is not None and time.monotonic() < self._deadline:
                 time.sleep(0.2)
                 done = self._write()
@@ -200,10 +220,15 @@ class Courier(Generic[T]):
                 self._served = number
                 if done:
                     self._written = number
+                    self._are_written(list(self._under_way))
                     self._under_way.clear()
                 self._changed.notify_all()
                 if self._deadline is not None and self._asked == number:
                     return
+
+    def _hand_out(self, items: Sequence[T]) -> None:
+        for outlet in self._outlets:
+            outlet.take(items)
 
     def _write(self) -> bool:
         done = all([outlet.write() for outlet in self._outlets])  # noqa: C419 - a list: each one gets its turn

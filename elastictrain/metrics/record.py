@@ -2,7 +2,8 @@
 
 :meth:`Recorder.log` appends a tuple and looks at the clock; everything else (JSON, protobuf, the store) happens in one
 background thread. Values go to ``metrics/*.jsonl`` and to TensorBoard event files, in whole new objects whose names
-sort by (generation, sequence), never by the clock. A line of ``metrics/g000003-000012.jsonl`` is
+sort by (generation, sequence), never by the clock. Beside them TensorBoard gets panels, which are drawn in that same
+thread now and then. A line of ``metrics/g000003-000012.jsonl`` is
 
     {"step": 40, "samples": 960, "time": 1700000000.25, "generation": 3, "epoch": 0, "train/loss": 2.31}
 
@@ -24,17 +25,27 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from elastictrain.metrics.courier import Courier, Writer
+from elastictrain.metrics.courier import LAST_INTERVAL, STORE_INTERVAL, Courier, Writer, interval
 from elastictrain.metrics.lines import parse, read_objects
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, first_line
+
+if TYPE_CHECKING:
+    from elastictrain.config import MeshShape
+    from elastictrain.metrics.panels import Panel, Panels
+    from elastictrain.metrics.views import RankViews
 
 Record = tuple[int, int, float, int, Mapping[str, float]]  # step, samples, time, epoch, values
 
 FIELDS = ("step", "samples", "time", "generation", "epoch")
 FOLDER = "metrics"
+
+_PANELS_EVERY = 60.0  # seconds at least between two drawings of the panels; later a tenth of the run's age
+_PANELS_LAST = 600.0
+_PANELS_SHARE = 0.01  # of the time of one core that drawing them may take
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +65,15 @@ class Series:
         self._known = re.compile(re.escape(pattern).replace(r"\{\}", r"g(\d+)-(\d+)"))
         self._generation = generation
         self._next: tuple[int, int] | None = None
+        self._doubtful: list[str] = []  # paths of objects that could not be written, and may be there all the same
 
     def create(self, data: bytes) -> str:
-        """Write one object; returns its path. On failure nothing is left, and its name is not used again."""
+        """Write one object; returns its path.
+
+        On failure nothing is left, and its name is not used again. A store may fail after it has stored: what cannot be
+        removed at once is removed before the next object is written.
+        """
+        self._remove_doubtful()
         while True:
             generation, sequence = self._next or self._first_free()
             self._next = generation, sequence + 1
@@ -66,11 +83,18 @@ class Series:
             except FileExistsError:  # written since we looked, by a process that should be gone
                 self._next = None
             except Exception:
-                with contextlib.suppress(Exception):  # a store may fail after it has stored
-                    self._run_dir.fs.rm_file(self._run_dir.join(self._folder, name))
+                self._doubtful.append(self._run_dir.join(self._folder, name))
+                with contextlib.suppress(Exception):
+                    self._remove_doubtful()
                 raise
             else:
                 return self._run_dir.join(self._folder, name)
+
+    def _remove_doubtful(self) -> None:
+        while self._doubtful:
+            with contextlib.suppress(FileNotFoundError):
+                self._run_dir.fs.rm_file(self._doubtful[-1])
+            self._doubtful.pop()
 
     def _first_free(self) -> tuple[int, int]:
         there = [match for name in self._run_dir.names(self._folder) if (match := self._known.fullmatch(name))]
@@ -87,8 +111,10 @@ class JsonLines:
         self._series = Series(run_dir, FOLDER, pattern="{}.jsonl", generation=generation)
         self._generation = generation
 
-    def write(self, records: Sequence[Record]) -> None:
-        self._series.create("".join(encode_line(record, self._generation) for record in records).encode())
+    def write(self, records: Sequence[Record | Panels]) -> None:
+        lines = [encode_line(record, self._generation) for record in records if isinstance(record, tuple)]
+        if lines:
+            self._series.create("".join(lines).encode())
 
 
 def encode_line(record: Record, generation: int) -> str:
@@ -129,12 +155,17 @@ def read_records(run_dir: RunDir, *, replayed: bool = False) -> list[dict[str, A
     lines: list[dict[str, Any]] = []
     names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
     for _, data in read_objects(run_dir, FOLDER, names):
-        for found in parse(data)[0]:
-            line = {key: LOOSE.get(value, value) if isinstance(value, str) else value for key, value in found.items()}
+        for line in parse_lines(data):
             if not replayed:
                 _drop_replaced(lines, line)
             lines.append(line)
     return lines
+
+
+def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of one object of ``metrics/``, numbers as floats; one that was cut is left out."""
+    for line in parse(data)[0]:
+        yield {key: LOOSE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
 
 
 def _drop_replaced(lines: list[dict[str, Any]], new: Mapping[str, Any]) -> None:
@@ -151,7 +182,7 @@ def _is_small_int(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-class Recorder(Courier[Record]):
+class Recorder(Courier["Record | Panels"]):
     """Takes logged values from the training loop (one thread of one process, rank 0).
 
     Args:
@@ -159,6 +190,9 @@ class Recorder(Courier[Record]):
         start_step: finished steps at which this generation begins; what earlier ones logged after it is replayed.
         max_records: how many records wait in memory, for each writer, while the store does not take them.
         tensorboard: also write event files.
+        hparams: for TensorBoard's HPARAMS tab.
+        panels: draws TensorBoard's panels, by name; called in the background, about once a minute at first, more rarely
+            later, and at the end.
     """
 
     def __init__(
@@ -169,37 +203,111 @@ class Recorder(Courier[Record]):
         start_step: int,
         max_records: int = 50_000,
         tensorboard: bool = True,
+        hparams: Mapping[str, Any] | None = None,
+        panels: Callable[[], Mapping[str, Panel]] | None = None,
     ) -> None:
-        writers: list[Writer[Record]] = [JsonLines(run_dir, generation=generation)]
+        writers: list[Writer[Record | Panels]] = [JsonLines(run_dir, generation=generation)]
+        self._events = None
         if tensorboard:
             # Imported here and not in the thread: a loader worker forked in the middle of an import would inherit
             # that module's lock, held by a thread that it does not have.
             from elastictrain.metrics.tensorboard import EventFiles
 
-            writers.append(EventFiles(run_dir, generation=generation, start_step=start_step))
-        super().__init__(run_dir, writers, what="metrics", max_items=max_records)
+            self._events = EventFiles(run_dir, generation=generation, start_step=start_step, hparams=hparams)
+            writers.append(self._events)
+        pace = partial(interval, last=LAST_INTERVAL if run_dir.is_local else STORE_INTERVAL)
+        super().__init__(run_dir, writers, what="metrics", max_items=max_records, pace=pace)
+        self._generation, self._start_step = generation, start_step
+        self._views: RankViews | None = None
         self._refused: set[str] = set()
+        self._at_last_step: list[Record] = []  # what was written of the newest step that was
+        self._panels = panels if tensorboard else None
+        self._panels_due = 0.0
+        self._drawn: Mapping[str, Panel] = {}
+        self._last_step = start_step
 
     def log(self, step: int, samples: int, values: Mapping[str, float], *, epoch: int) -> None:
         """Record ``values`` at ``step`` finished steps. ``values`` is kept, not copied: do not change it afterwards."""
         self.put((step, samples, time.time(), epoch, values))
 
-    def _prepared(self, item: Record) -> Record:
+    def log_ranks(
+        self, step: int, samples: int, rows: Sequence[Sequence[float]], *, epoch: int, shape: MeshShape
+    ) -> None:
+        """Record the times of all ranks of a mesh, for TensorBoard alone: see :mod:`elastictrain.metrics.views`."""
+        if self._events is None:
+            return
+        from elastictrain.metrics.views import RankTimes, RankViews
+
+        if self._views is None:
+            about = {"generation": self._generation, "start_step": self._start_step}
+            self._views = RankViews(self._run_dir, **about, shape=shape)
+        self._views.put(RankTimes(step, samples, time.time(), epoch, rows))
+
+    def close(self, *, timeout: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout
+        super().close(timeout=timeout)
+        if self._views is not None:
+            self._views.close(timeout=max(0.5, deadline - time.monotonic()))
+
+    def _prepared(self, item: Record | Panels) -> Record | Panels:
+        assert isinstance(item, tuple)
+        self._last_step = item[0]
         return (*item[:4], self._numbers(item[4]))
 
+    # ---- another start ---------------------------------------------------------------------------------------------
+
+    def _are_written(self, items: Sequence[Record | Panels]) -> None:
+        records = [item for item in items if isinstance(item, tuple)]
+        if records:
+            step = records[-1][0]
+            before = [record for record in self._at_last_step if record[0] == step]
+            self._at_last_step = [*before, *(record for record in records if record[0] == step)]
+
     def unwritten(self) -> list[str]:
-        """What :meth:`log` got and no object holds yet, as lines of ``metrics/``; for the memory of another start."""
-        return [encode_line(self._prepared(record), 0) for record in self.waiting()]
+        """What :meth:`log` got and no object holds yet, as lines of ``metrics/``; for the memory of another start.
+
+        Steps are whole: of the first one there is also what has been written.
+        """
+        with self._changed:
+            waiting = [item for item in self.waiting() if isinstance(item, tuple)]
+            whole = [record for record in self._at_last_step if waiting and record[0] == waiting[0][0]]
+        return [encode_line((*r[:4], self._numbers(r[4])), 0) for r in [*whole, *waiting]]
 
     def take_over(self, lines: Sequence[str]) -> None:
-        """Record what an earlier start has logged and not written."""
-        for line in map(json.loads, lines):
+        """Record what an earlier start has logged and, for all it could tell, not written; before anything else."""
+        records = [json.loads(line) for line in lines]
+        if records and self._events is not None:
+            self._events.begin_at(records[0]["step"] - 1)  # it may have written them after all
+        for line in records:
             values = {
                 name.removeprefix("value/") if name.removeprefix("value/") in FIELDS else name: LOOSE.get(value, value)
                 for name, value in line.items()
                 if name not in FIELDS
             }
             self.put((line["step"], line["samples"], line["time"], line["epoch"], values))
+
+    # ---- in the background -----------------------------------------------------------------------------------------
+
+    def _more(self, *, closing: bool) -> Sequence[Panels]:
+        """The panels, where they are due and have changed."""
+        now = time.monotonic()
+        if self._panels is None or (now < self._panels_due and not closing):
+            return []
+        from elastictrain.metrics.panels import Panels
+
+        try:
+            drawn = self._panels()
+        except Exception as error:
+            _log.warning("the panels of TensorBoard cannot be drawn (%s): there will be no more", first_line(error))
+            self._panels = None
+            return []
+        done = time.monotonic()
+        pause = min(max(_PANELS_EVERY, (done - self._born) / 10), _PANELS_LAST)
+        self._panels_due = done + max(pause, (done - now) / _PANELS_SHARE)
+        if drawn == self._drawn:
+            return []
+        self._drawn = drawn
+        return [Panels(self._last_step, time.time(), drawn)]
 
     def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
         """Plain numbers only; anything else would stop every later record as well."""

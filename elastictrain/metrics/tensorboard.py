@@ -6,7 +6,7 @@ reads files in the order of their names and forgets, or draws twice, what comes 
 
 The first file of a generation opens with ``SessionLog.START``: TensorBoard then drops what earlier files hold at the
 steps that this generation does again, so that a restart draws no zigzag. It also has the charts of the "Custom Scalars" tab
-(:mod:`elastictrain.metrics.layout`).
+(:mod:`elastictrain.metrics.layout`) and the hyperparameters.
 
 On failure: :meth:`EventFiles.write` raises what the store raised, having left none of the records behind.
 """
@@ -16,13 +16,15 @@ from __future__ import annotations
 import functools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
 from elastictrain.metrics.layout import layout_summary
+from elastictrain.metrics.panels import Panels, hparams_summary, panels_summary
 from elastictrain.metrics.record import Record, Series
 from elastictrain.rundir import RunDir
 
@@ -34,23 +36,40 @@ class EventFiles:
 
     Args:
         start_step: finished steps at which this generation begins.
+        hparams: names and values of hyperparameters.
+        run: the folder of a run of its own within the run's, in TensorBoard's sense; it has no charts.
     """
 
     what = "TensorBoard events"
 
-    def __init__(self, run_dir: RunDir, *, generation: int, start_step: int) -> None:
-        self._series = Series(run_dir, FOLDER, pattern="events.out.tfevents.{}", generation=generation)
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        generation: int,
+        start_step: int,
+        hparams: Mapping[str, Any] | None = None,
+        run: str = "",
+    ) -> None:
+        folder = f"{FOLDER}/{run}" if run else FOLDER
+        self._series = Series(run_dir, folder, pattern="events.out.tfevents.{}", generation=generation)
         self._start_step = start_step
+        self._hparams, self._has_charts = hparams, not run
         self._started = False
         self._is_local = run_dir.is_local
         self._path: str | None = None  # of the growing file
         self._size = 0
 
-    def write(self, records: Sequence[Record]) -> None:
+    def begin_at(self, step: int) -> None:
+        """What is written begins after ``step`` finished steps, if that is earlier; before the first write."""
+        self._start_step = min(self._start_step, step)
+
+    def write(self, records: Sequence[Record | Panels]) -> None:
         events = encode_events(records)
         if self._path is not None and self._append(events):
             return
-        header = self._header(records[0][2])
+        first = records[0]
+        header = self._header(first[2] if isinstance(first, tuple) else first.time)
         path = self._series.create(header + events)
         self._started = True
         if self._is_local:
@@ -77,19 +96,42 @@ class EventFiles:
         return True
 
     def _header(self, seconds: float) -> bytes:
-        events = [Event(wall_time=seconds, file_version="brain.Event:2")]
-        if not self._started:
-            # START drops everything at its own step and later; the step that was saved is not done again.
-            start = SessionLog(status=SessionLog.START)
-            events.append(Event(wall_time=seconds, step=self._start_step + 1, session_log=start))
-            events.append(Event(wall_time=seconds, summary=layout_summary()))
-        return _frame(events)
+        if self._started:
+            return encode_header(seconds)
+        # What was saved is not done again: replaced is what comes after it. Before the first step there may be values, too.
+        first = self._start_step + 1 if self._start_step > 0 else 0
+        return encode_header(seconds, first=first, charts=self._has_charts, hparams=self._hparams)
 
 
-def encode_events(records: Sequence[Record]) -> bytes:
+def encode_header(
+    seconds: float, *, first: int | None = None, charts: bool = False, hparams: Mapping[str, Any] | None = None
+) -> bytes:
+    """What an event file begins with.
+
+    Args:
+        seconds: since the epoch.
+        first: everything at this step and later, in this file and those before it, is replaced by what follows; None:
+            nothing is.
+        charts: of the "Custom Scalars" tab.
+    """
+    events = [Event(wall_time=seconds, file_version="brain.Event:2")]
+    if first is not None:
+        events.append(Event(wall_time=seconds, step=first, session_log=SessionLog(status=SessionLog.START)))
+    if charts:
+        events.append(Event(wall_time=seconds, summary=layout_summary()))
+    if hparams:
+        events.append(Event(wall_time=seconds, summary=hparams_summary(hparams, seconds=seconds)))
+    return _frame(events)
+
+
+def encode_events(records: Sequence[Record | Panels]) -> bytes:
     """The records as TFRecord-framed events."""
     events = []
-    for step, _, seconds, _, values in records:
+    for record in records:
+        if isinstance(record, Panels):
+            events.append(Event(wall_time=record.time, step=record.step, summary=panels_summary(record)))
+            continue
+        step, _, seconds, _, values = record
         event = Event(wall_time=seconds, step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)

@@ -20,13 +20,16 @@ class Proxy:
 
     Attributes:
         fault: given method and path (with query): None, or "503", "403 CODE", "cut" (the connection ends in the middle
-            of the request), "slow" (half a second before the answer).
+            of the request), "lost" (it is done, and the connection ends instead of an answer), "slow" (half a second
+            before the answer).
         seen: methods and paths of all requests.
+        uploaded: bytes in the bodies of all requests that were passed on.
     """
 
     upstream: str
     fault: Callable[[str, str], str | None] = lambda method, path: None
     seen: list[tuple[str, str]] = field(default_factory=list)
+    uploaded: int = 0
 
     def __enter__(self) -> Proxy:
         proxy = self
@@ -71,8 +74,9 @@ class Proxy:
         body = request.rfile.read(length)
         if fault == "slow":
             time.sleep(0.5)
-        if fault in (None, "slow"):
-            self._forward(request, method, path, body)
+        if fault in (None, "slow", "lost"):
+            self.uploaded += length
+            self._forward(request, method, path, body, answers=fault != "lost")
             return
         assert fault is not None
         status, _, code = fault.partition(" ")
@@ -82,7 +86,7 @@ class Proxy:
         )
         self._answer(request, int(status), {"Content-Type": "application/xml"}, b"" if method == "HEAD" else answer)
 
-    def _forward(self, request: BaseHTTPRequestHandler, method: str, path: str, body: bytes) -> None:
+    def _forward(self, request: BaseHTTPRequestHandler, method: str, path: str, body: bytes, *, answers: bool) -> None:
         server = urlsplit(self.upstream)
         assert server.hostname is not None
         connection = http.client.HTTPConnection(server.hostname, server.port, timeout=30)
@@ -91,6 +95,10 @@ class Proxy:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
             content = response.read()
+            if not answers:
+                request.close_connection = True
+                request.connection.close()
+                return
             kept = {k: v for k, v in response.getheaders() if k.lower() not in HOP_BY_HOP}
             if method == "HEAD":
                 kept["Content-Length"] = response.getheader("Content-Length") or "0"

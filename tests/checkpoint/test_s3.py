@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fsspec
@@ -15,18 +15,6 @@ from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.rundir import RunDir
 from tests.checkpoint.proxy import Proxy
 from tests.checkpoint.states import assert_equal, blank, expected, manager
-
-
-@pytest.fixture
-def proxy(s3_url: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Between all that follows and the server."""
-    import s3fs
-
-    with Proxy(s3_server) as between:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", between.url)
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield between
-        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def _times(count: int, fault: str, writes: bool) -> Callable[[str, str], str | None]:

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -15,6 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,9 +24,13 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as reference_crc32c
 from tensorboard.context import RequestContext
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from elastictrain.metrics import record
 from elastictrain.metrics.console import tensorboard_command
+from elastictrain.metrics.panels import Markdown, Panel, Picture
+from elastictrain.metrics.picture import encode_png
 from elastictrain.metrics.record import Recorder
 from elastictrain.metrics.tensorboard import crc32c, encode_events
 from elastictrain.rundir import RunDir
@@ -33,9 +39,22 @@ from tests.helpers import free_port
 STEPS = [*range(10, 70, 10), *range(70, 130, 10)]  # what must be drawn: 60 was saved, 70 to 90 were done twice
 
 
-def write_with_a_rollback(url: str) -> None:
-    """Steps 10 to 90, a crash, then from the checkpoint of step 60 to step 120."""
-    for generation, start, stop in [(0, 0, 90), (1, 60, 120)]:
+class Clock:
+    """The clock of a node that is wrong by ``offset`` seconds."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self, offset: float) -> None:
+        self._offset = offset
+
+    def time(self) -> float:
+        return time.time() + self._offset
+
+
+def write_with_a_rollback(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 10 to 90, a crash, then from the checkpoint of step 60 to step 120, on a node whose clock is hours behind."""
+    for generation, start, stop, offset in [(0, 0, 90, 0.0), (1, 60, 120, -7200.0)]:
+        monkeypatch.setattr(record, "time", Clock(offset))
         recorder = Recorder(RunDir(url), generation=generation, start_step=start)
         for step in range(start + 10, stop + 1, 10):
             recorder.log(step, 8 * step, {"train/loss": 1000 * generation + step, "lr": 0.5}, epoch=0)
@@ -66,15 +85,15 @@ def provided(folder: str) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("read", [accumulated, provided])
-def test_a_restart_draws_no_zigzag(tmp_path: Path, read: Any) -> None:
-    write_with_a_rollback(str(tmp_path))
+def test_a_restart_draws_no_zigzag(tmp_path: Path, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_with_a_rollback(str(tmp_path), monkeypatch)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2  # one growing file per generation
     check(read(str(tmp_path / "tensorboard")))
 
 
 def test_a_restart_draws_no_zigzag_on_s3(s3_url: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S3_ENDPOINT", s3_server)  # TensorBoard's own variable, for its boto3 reader
-    write_with_a_rollback(s3_url)
+    write_with_a_rollback(s3_url, monkeypatch)
     names = RunDir(s3_url).names("tensorboard")
     assert names == [f"events.out.tfevents.g{g:06d}-{s:06d}" for g, last in [(0, 3), (1, 2)] for s in range(last)]
     check(accumulated(s3_url + "/tensorboard"))
@@ -92,6 +111,89 @@ def test_a_run_in_progress_is_followed(tmp_path: Path) -> None:
     recorder.close()
 
 
+@pytest.mark.parametrize("read", [accumulated, provided])
+def test_a_writer_that_should_be_gone_adds_nothing(tmp_path: Path, read: Any) -> None:
+    """Rank 0 of the generation before, on a node that was cut off, goes on writing while another node has taken over."""
+    old = Recorder(RunDir(tmp_path), generation=0, start_step=0)
+    for step in (1, 2, 3, 4):
+        old.log(step, step, {"a": float(step)}, epoch=0)
+    assert old.flush(wait=10)
+    new = Recorder(RunDir(tmp_path), generation=1, start_step=2)
+    new.log(3, 3, {"a": 30.0}, epoch=0)
+    assert new.flush(wait=10)
+    old.log(5, 5, {"a": 5.0}, epoch=0)
+    old.close()
+    new.log(4, 4, {"a": 40.0}, epoch=0)
+    new.close()
+    assert read(str(tmp_path / "tensorboard")) == {"a": [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]}
+
+
+@pytest.mark.parametrize("read", [accumulated, provided])
+def test_what_was_taken_over_and_written_after_all_is_there_once(tmp_path: Path, read: Any) -> None:
+    """A snapshot in memory holds what was not written yet; its process then writes it, and dies."""
+    first = Recorder(RunDir(tmp_path), generation=0, start_step=0)
+    for step in (1, 2):
+        first.log(step, step, {"a": float(step)}, epoch=0)
+    assert first.flush(wait=10)
+    first.log(2, 2, {"b": 2.0}, epoch=0)  # a validation after the same step
+    first.log(3, 3, {"a": 3.0}, epoch=0)
+    lines = first.unwritten()
+    first.log(4, 4, {"a": 4.0}, epoch=0)
+    first.close()
+    second = Recorder(RunDir(tmp_path), generation=1, start_step=3)
+    second.take_over(lines)
+    second.log(4, 4, {"a": 40.0}, epoch=0)
+    second.close()
+    wanted = {"a": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], "b": [(2, 2.0)]}
+    assert read(str(tmp_path / "tensorboard")) == wanted
+    found = record.read_records(RunDir(tmp_path))
+    assert {name: [(line["step"], line[name]) for line in found if name in line] for name in "ab"} == wanted
+
+
+def test_panels_are_drawn_in_the_background_and_at_the_end(tmp_path: Path) -> None:
+    drawn: list[int] = []
+    picture = encode_png(np.zeros((2, 4, 3), np.uint8))
+
+    def panels() -> dict[str, Panel]:
+        drawn.append(threading.get_ident())
+        return {"events": Markdown(f"| drawing |\n|---|\n| {len(drawn)} |"), "nodes": Picture(picture)}
+
+    hparams = {"lr": 0.1, "layers": {"num": 3}, "name": "net", "dims": [1, 2], "fused": True}
+    recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0, hparams=hparams, panels=panels)
+    for step in (1, 2, 3):
+        recorder.log(step, step, {"a": 1.0}, epoch=0)
+        assert recorder.flush(wait=10)
+    recorder.close()
+    assert len(drawn) == 2, "once when the run begins, and when it ends"
+    assert threading.get_ident() not in drawn
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "images": 0}).Reload()
+    texts = accumulator.Tensors("events/text_summary")
+    assert [text.tensor_proto.string_val[0].decode()[-5:] for text in texts] == ["| 1 |", "| 2 |"]
+    assert [text.step for text in texts] == [1, 3]
+    assert [(image.width, image.height) for image in accumulator.Images("nodes")] == [(4, 2)] * 2
+    (content,) = accumulator.PluginTagToContent("hparams").values()
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in found.items()} == {
+        "lr": "number_value",
+        "layers.num": "number_value",
+        "name": "string_value",
+        "dims": "string_value",
+        "fused": "bool_value",
+    }
+
+
+def test_panels_that_cannot_be_drawn_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0, panels=lambda: {}["missing"])
+    recorder.log(1, 1, {"a": 1.0}, epoch=0)
+    assert recorder.flush(wait=10)
+    recorder.log(2, 2, {"a": 2.0}, epoch=0)
+    recorder.close()
+    assert [line.getMessage() for line in caplog.records] == [
+        "the panels of TensorBoard cannot be drawn (KeyError: 'missing'): there will be no more"
+    ]
+    assert accumulated(str(tmp_path / "tensorboard")) == {"a": [(1, 1.0), (2, 2.0)]}
+
+
 def test_events_that_someone_deleted_do_not_stop_the_rest(tmp_path: Path) -> None:
     recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0)
     recorder.log(1, 1, {"a": 1.0}, epoch=0)
@@ -103,9 +205,9 @@ def test_events_that_someone_deleted_do_not_stop_the_rest(tmp_path: Path) -> Non
     assert accumulated(str(tmp_path / "tensorboard")) == {"a": [(2, 2.0)]}
 
 
-def test_memory_gets_segments() -> None:
+def test_memory_gets_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = RunDir("memory://metrics-test/run")
-    write_with_a_rollback(run_dir.url)
+    write_with_a_rollback(run_dir.url, monkeypatch)
     assert len(run_dir.names("tensorboard")) == 5
     run_dir.fs.rm(run_dir.path, recursive=True)
 
@@ -143,8 +245,8 @@ def get(url: str) -> Any:
 
 
 @pytest.mark.parametrize("fast", ["true", "false"])
-def test_the_server_shows_the_run(tmp_path: Path, fast: str) -> None:
-    write_with_a_rollback(str(tmp_path))
+def test_the_server_shows_the_run(tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_with_a_rollback(str(tmp_path), monkeypatch)
     port = free_port()
     command = tensorboard_command(str(tmp_path))
     assert command == f"tensorboard --logdir {tmp_path}/tensorboard"

@@ -1,0 +1,96 @@
+"""Runs elsewhere as they are copied for the dashboard, and values over samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
+
+from elastictrain.config import MeshShape
+from elastictrain.metrics.mirror import Board
+from elastictrain.metrics.record import Recorder
+from elastictrain.metrics.views import views_of
+from elastictrain.rundir import RunDir
+
+
+def write(url: str, *, generation: int, start: int, stop: int, value: float) -> None:
+    recorder = Recorder(RunDir(url), generation=generation, start_step=start)
+    for step in range(start + 1, stop + 1):
+        recorder.log(step, 8 * step, {"train/loss": value}, epoch=0)
+    recorder.log_ranks(stop, 8 * stop, [(0.5, 0.1), (0.25, 0.2)], epoch=0, shape=MeshShape(dp_shard=2))
+    recorder.close()
+
+
+def points(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def board(url: str, folder: Path, *, by_samples: bool = False) -> tuple[Board, Path]:
+    view = folder / "view"
+    view.mkdir()
+    return Board(url, view=view, cache=folder / "cache", by_samples=by_samples), view
+
+
+def test_a_run_on_s3_is_copied_and_followed(s3_url: str, tmp_path: Path) -> None:
+    shown, view = board(s3_url, tmp_path)
+    assert shown.update() == []
+    write(s3_url, generation=0, start=0, stop=4, value=1.0)
+    assert shown.update() == ["run"]
+    assert points(view / "run") == [(step, 1.0) for step in range(1, 5)]
+    assert points(view / "run" / "rank-00001", "time/busy") == [(4, 0.25)]
+
+    write(s3_url, generation=1, start=2, stop=5, value=2.0)
+    (copied,) = (path for path in (view / "run").iterdir() if path.is_file())
+    before = copied.stat()
+    assert shown.update() == ["run"]
+    assert points(view / "run") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert copied.stat() == before, "what is here already is not copied again"
+
+    run_dir = RunDir(s3_url)
+    run_dir.fs.rm_file(run_dir.join("tensorboard", copied.name))
+    shown.update()
+    assert not copied.exists()
+
+
+def test_a_folder_of_runs_and_one_that_begins_later(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    write(str(runs / "one"), generation=0, start=0, stop=2, value=1.0)
+    (runs / "empty").mkdir()
+    (runs / "notes.txt").write_text("")
+    shown, view = board(str(runs), tmp_path)
+    assert shown.update() == ["one"]
+    write(str(runs / "two"), generation=0, start=0, stop=2, value=2.0)
+    assert shown.update() == ["one", "two"]
+    assert points(view / "two") == [(1, 2.0), (2, 2.0)]
+    found = {os.path.relpath(folder, view) for folder in GetLogdirSubdirectories(str(view))}
+    assert found == {f"{run}{rank}" for run in ("one", "two") for rank in ("", "/rank-00000", "/rank-00001")}
+
+
+@pytest.mark.parametrize("place", ["disk", "s3"])
+def test_values_over_samples_have_no_zigzag_either(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url = str(tmp_path / "run") if place == "disk" else request.getfixturevalue("s3_url")
+    write(url, generation=0, start=0, stop=4, value=1.0)
+    shown, view = board(url, tmp_path, by_samples=True)
+    shown.update()
+    assert points(view / "run") == [(8 * step, 1.0) for step in range(1, 5)]
+    write(url, generation=1, start=2, stop=5, value=2.0)
+    shown.update()
+    assert points(view / "run") == [(8, 1.0), (16, 1.0), (24, 2.0), (32, 2.0), (40, 2.0)]
+
+
+def test_views_are_of_ranks_and_of_places_on_an_axis() -> None:
+    assert views_of(MeshShape()) == {}
+    assert views_of(MeshShape(tp=2)) == {"rank-00000": [0], "rank-00001": [1]}
+    both = views_of(MeshShape(dp_shard=2, tp=2))
+    assert {name: ranks for name, ranks in both.items() if not name.startswith("rank")} == {
+        "dp_shard-0": [0, 1],
+        "dp_shard-1": [2, 3],
+        "tp-0": [0, 2],
+        "tp-1": [1, 3],
+    }
+    many = views_of(MeshShape(dp_shard=64, tp=2))
+    assert len(many) == 66 and many["tp-1"] == list(range(1, 128, 2))
