@@ -120,7 +120,7 @@ def _free_port(host: str, port: int | None) -> int:
 @contextmanager
 def _tensorboard(view: Path, output: Path, *, host: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """TensorBoard as a child that does not hear the terminal's Ctrl-C, and ends with this process."""
-    from elastictrain.elastic.membership import die_with
+    from elastictrain.elastic.signals import die_with
 
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(view), "--host", host, "--port", str(port)]
     command += [
