@@ -135,13 +135,14 @@ class Line:
         with open(self._descriptor, encoding="utf-8") as lines:
             for line in lines:
                 message = json.loads(line)
+                is_news = message.get("over", -1) > self._over  # it may be said twice, and another one has begun since
                 with self._changed:
-                    if "over" in message:
-                        self._over = max(self._over, message["over"])
-                    else:
+                    if is_news:
+                        self._over = message["over"]
+                    elif "place" in message:
                         self._place = Place(**message["place"])
                     self._changed.notify_all()
-                if "over" in message and (act := self._act) is not None:
+                if is_news and (act := self._act) is not None:
                     try:
                         act()
                     except Exception:  # the worker then waits until its collectives time out, or is killed
