@@ -19,14 +19,11 @@ from elastictrain.compat.lightning import logged_hparams
 from elastictrain.compat.self_log import samples_in_batch
 from elastictrain.data.slots import Work
 from elastictrain.elastic.membership import StopReason
+from elastictrain.metrics.series import ABOUT_THE_RUN
 from elastictrain.metrics.throughput import count_tokens
 from elastictrain.session import Session
 
 LOSS = "train/loss"
-
-# What callbacks log under these names is not of the model: it is in the run directory, and not given to the user's loggers,
-# which get what they get from Lightning. Whatever a task logs itself, they get.
-ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/", "goodput/", "checkpoint/")
 
 # Lightning's hooks that run within what is timed as computing, or as the optimizer; and those that are it.
 _IN_COMPUTE = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward")
@@ -250,6 +247,8 @@ class Reporter:
         self._logging += time.perf_counter() - started - waited
         of_callbacks = self._of_callbacks(number)
         started = time.perf_counter()
+        # What callbacks log under these names is not of the model: it is in the run directory, and not given to the user's
+        # loggers, which get what they get from Lightning. Whatever a task logs itself, they get.
         about = {name for name in of_callbacks if name.startswith(ABOUT_THE_RUN)}
         if s.ranks.rank == mesh.first_rank:
             logged = s.logbook.steps().log

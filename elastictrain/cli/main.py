@@ -16,6 +16,7 @@ from elastictrain import __version__
 from elastictrain.cli.checkpoint import checkpoint
 from elastictrain.cli.dashboard import dashboard
 from elastictrain.cli.plan import plan
+from elastictrain.cli.report import report
 from elastictrain.cli.run import run
 from elastictrain.cli.status import status
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, ElasticTrainError, UsageError
@@ -37,6 +38,7 @@ cli.add_command(checkpoint)
 cli.add_command(plan)
 cli.add_command(status)
 cli.add_command(dashboard)
+cli.add_command(report)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -1,42 +1,105 @@
 """``elastictrain status``: how a run stands, from its run directory, whether it runs or not.
 
-On failure: a directory that holds no run is one line and code 2.
+On failure: a directory that holds no run is one line and code 2. While it watches, storage that does not answer is said, and
+tried again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastictrain.errors import EXIT_FINISHED, UsageError
+from elastictrain.cli.reading import reading
+from elastictrain.errors import EXIT_FINISHED
+
+if TYPE_CHECKING:
+    from elastictrain.metrics.lines import Folder
+    from elastictrain.rundir import RunDir
+
+_UNDER_WAY = ("running", "silent")  # states after which there may come more
 
 
 @click.command()
 @click.argument("run_dir")
-@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
-def status(run_dir: str, as_json: bool) -> int:
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object; with --watch, one on each line.")
+@click.option("--watch", is_flag=True, help="Look again and again, until the run has ended or Ctrl-C.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks of --watch.",
+)
+def status(run_dir: str, as_json: bool, watch: bool, interval: float) -> int:
     """How far RUN_DIR's run is, who trains it, and where its time went."""
-    from elastictrain.metrics.ledger import read_ledger
-    from elastictrain.metrics.status import status as status_of
-    from elastictrain.rundir import RunDir, answering
+    from elastictrain.metrics.ledger import ledger_folder
+    from elastictrain.rundir import RunDir
 
-    with answering(
-        lambda error, line: UsageError(f"{run_dir} cannot be read ({line}): check the path and credentials")
-    ):
-        lines = read_ledger(RunDir(run_dir))
-    if not any(line["event"] == "start" for line in lines):
-        raise UsageError(f"{run_dir} holds no run that has begun to train: give the run's directory")
-    found = status_of(lines)
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_rows(found)))
+    with reading(run_dir):
+        place = RunDir(run_dir)
+        folder = ledger_folder(place)
+        found = _look(folder, place)
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):  # how one leaves it
+            _watch(folder, place, found, as_json=as_json, interval=interval)
+    else:
+        click.echo(json.dumps(found, indent=2) if as_json else "\n".join(rows(found)))
     return EXIT_FINISHED
 
 
-def _rows(found: Mapping[str, Any]) -> Iterator[str]:
-    from elastictrain.metrics.console import format_count, format_seconds
+def _look(folder: Folder, place: RunDir) -> dict[str, Any]:
+    from elastictrain.metrics.status import require_begun
+    from elastictrain.metrics.status import status as status_of
+
+    lines = folder.read()
+    require_begun(place, lines)
+    return status_of(lines) | {"num_damaged": folder.num_damaged}
+
+
+def _watch(folder: Folder, place: RunDir, found: dict[str, Any], *, as_json: bool, interval: float) -> None:
+    """Show ``found``, and what is found then, until the run has ended. Only objects that are new are read."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from elastictrain.metrics.console import is_terminal, make_console
+    from elastictrain.rundir import first_line, is_storage_error
+
+    console = make_console()
+    if as_json or not is_terminal(console):
+        live = None
+    else:
+        live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        live.start()
+    trouble = ""
+    try:
+        while True:
+            text = json.dumps(found) if as_json else "\n".join([*rows(found), *([trouble] if trouble else [])])
+            if live is None:
+                click.echo(text)
+            else:
+                live.update(Text(text), refresh=True)
+            if found["state"] not in _UNDER_WAY:
+                return
+            time.sleep(interval)
+            try:
+                found, trouble = _look(folder, place), ""
+            except Exception as error:
+                if not is_storage_error(error):
+                    raise
+                trouble = f"  cannot be read now ({first_line(error)}); tried again"
+    finally:
+        if live is not None:
+            live.stop()
+
+
+def rows(found: Mapping[str, Any]) -> Iterator[str]:
+    """A status as lines for a person."""
+    from elastictrain.metrics.console import format_count, format_percent, format_seconds
 
     age = format_seconds(max(0.0, time.time() - found["seen"]))
     yield f"{found['state']}: step {found['step']}, generation {found['generation']}, last seen {age} ago"
@@ -52,10 +115,12 @@ def _rows(found: Mapping[str, Any]) -> Iterator[str]:
     account = found["goodput"]
     if account["percent"] is not None:
         total = format_seconds(account["total_seconds"])
-        yield f"  goodput: {account['percent']:.1f}% of {total} on all nodes"
+        yield f"  goodput: {format_percent(account['percent'])} of {total} on all nodes"
         for cause, seconds in sorted(account["lost_seconds"].items(), key=lambda item: -item[1]):
             if seconds >= 0.05:
                 yield f"    {cause}: {format_seconds(seconds)}"
     for one in found["recoveries"]:
         took = format_seconds(one["seconds"]["total"])
         yield f"  recovery: {one['cause']}; {one['lost_steps']} steps done again, {took}"
+    if found["num_damaged"]:
+        yield f"  note: {found['num_damaged']} damaged lines were passed over"

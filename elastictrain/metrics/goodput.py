@@ -169,8 +169,13 @@ class Goodput:
 
 def goodput(lines: Iterable[Mapping[str, Any]]) -> Goodput:
     """The account of a run, from the lines of its ledger."""
+    return summed(stretches(lines))
+
+
+def summed(found: Iterable[Stretch]) -> Goodput:
+    """The account of some nodes' time."""
     total = dict.fromkeys(CAUSES, 0.0)
-    for stretch in stretches(lines):
+    for stretch in found:
         for cause, seconds in stretch.seconds.items():
             total[cause if cause in total else "unknown"] += seconds
     return Goodput(total)

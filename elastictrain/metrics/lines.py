@@ -17,6 +17,7 @@ from elastictrain.rundir import RunDir
 
 Line = dict[str, Any]
 
+_decode = json.JSONDecoder().raw_decode  # without a look for spaces around, which nobody writes
 _TOGETHER = 64  # objects that are asked for at a time: enough for an object store, and not all of them in memory
 
 
@@ -28,10 +29,10 @@ def parse(data: bytes) -> tuple[list[Line], int]:
         if not text:
             continue
         try:
-            line = json.loads(text)
+            line, end = _decode(text)
         except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict):
+            line, end = None, 0
+        if isinstance(line, dict) and end == len(text):
             lines.append(line)
         else:
             num_damaged += 1

@@ -2,6 +2,8 @@
 
 A run that was killed leaves nothing that says so: without a sign of life for :data:`SILENT` seconds it is "silent". Nodes
 write at least every half minute while log steps come that often.
+
+On failure: :func:`require_begun` refuses a directory without a run; nothing else here can fail.
 """
 
 from __future__ import annotations
@@ -10,19 +12,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elastictrain.metrics.goodput import goodput
+from elastictrain import runfile
+from elastictrain.errors import UsageError
+from elastictrain.metrics.goodput import Goodput, goodput
+from elastictrain.rundir import RunDir
 
 SILENT = 120.0
 
 _OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted"}
 
 
-def status(lines: Sequence[Mapping[str, Any]], *, now: float | None = None) -> dict[str, Any]:
+def status(
+    lines: Sequence[Mapping[str, Any]], *, now: float | None = None, account: Goodput | None = None
+) -> dict[str, Any]:
     """A run's status as JSON has it.
 
     Args:
         lines: of :func:`~elastictrain.metrics.ledger.read_ledger`; there is a start among them.
         now: seconds since the epoch.
+        account: where it is known already, else it is made from the lines.
 
     Returns:
         ``state`` ("running", "silent", "finished", "interrupted", "preempted"), ``seen`` (seconds since the epoch of the
@@ -34,7 +42,7 @@ def status(lines: Sequence[Mapping[str, Any]], *, now: float | None = None) -> d
     here = [line for line in lines if line["generation"] == start["generation"]]
     end = next(_of(here, "end"), None)
     seen = max(line.get("to", line.get("time", 0.0)) for line in here)
-    account = goodput(lines)
+    account = goodput(lines) if account is None else account
     found: dict[str, Any] = {
         "state": "running" if (time.time() if now is None else now) - seen < SILENT else "silent",
         "seen": seen,
@@ -55,9 +63,22 @@ def status(lines: Sequence[Mapping[str, Any]], *, now: float | None = None) -> d
     saved = max(_of(lines, "checkpoint"), key=lambda line: line["time"], default=None)
     found["last_checkpoint"] = None if saved is None else {"step": saved["step"], "path": saved["path"]}
     found["goodput"] = {"percent": account.percent, "lost_seconds": account.lost, "total_seconds": account.total}
-    fields = ("cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
+    fields = ("time", "cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
     found["recoveries"] = [{name: line[name] for name in fields} for line in _of(lines, "recovery")]
     return found
+
+
+def require_begun(run_dir: RunDir, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a directory whose ledger tells of no start.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if any(line["event"] == "start" for line in lines):
+        return
+    if run_dir.exists(runfile.NAME):
+        raise UsageError(f"the run in {run_dir} has not begun to train: look again when its first step is done")
+    raise UsageError(f"{run_dir} holds no run: give the directory that `elastictrain run --run-dir` was given")
 
 
 def _of(lines: Iterable[Mapping[str, Any]], event: str) -> Any:

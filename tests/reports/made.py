@@ -24,13 +24,16 @@ class Made:
     """A run of several nodes, generation after generation.
 
     Args:
-        step_seconds: of a step; there are no others on the clock but recoveries.
-        log_every: steps between two records of metrics, and between two lines of each node's account.
+        step_seconds: of a step; there are no others on the clock but those of starts.
+        account_every: steps between two lines of each node's account.
+        num_more: values of a record beside the loss, the rate and the learning rate.
     """
 
     path: Path
     step_seconds: float = 0.5
     log_every: int = 10
+    account_every: int = 10
+    num_more: int = 0
     checkpoint_every: int = 50
     now: float = BEGAN
     step: int = 0
@@ -65,26 +68,30 @@ class Made:
             about = {"from_step": reached, "resumed_step": resumed, "lost_steps": reached - resumed}
             self._note("recovery", node=nodes[0], time=died + seconds["total"], cause=cause, **about, seconds=seconds)
         while self.step < until:
-            self._some_steps(nodes, min(self.log_every, until - self.step))
+            self._some_steps(nodes, min(self.account_every, until - self.step))
         return self
 
     def _some_steps(self, nodes: list[str], count: int) -> None:
         before, begin = self.step, self.now
-        self.step += count
-        self.now += count * self.step_seconds
+        for _ in range(count):
+            self.step += 1
+            self.now += self.step_seconds
+            if self.step % self.log_every == 0:
+                self._log_step()
+            if self.step % self.checkpoint_every == 0:
+                self.save(nodes[0])
         for node in nodes:
             waited = self.source.uniform(0, 0.1) * count * self.step_seconds
             spent = {"data": waited, "productive": count * self.step_seconds - waited}
             self._account(node, begin, self.now, [before, self.step], spent)
-        loss = 4.0 * 0.999 ** (self.step / 10) + 1.0 + self.source.gauss(0, 0.05)
+
+    def _log_step(self) -> None:
+        loss = 4.0 * 0.999 ** (self.step / self.log_every) + 1.0 + self.source.gauss(0, 0.05)
         rate = 8 / self.step_seconds * self.source.uniform(0.9, 1.1)
         values = {"train/loss": loss, "throughput/samples_per_second": rate, "lr/sgd": 0.1}
-        values |= {f"time/part{i}": self.source.random() for i in range(15)} if self.log_every == 1 else {}
-        self.log(**values)
+        self.log(**values, **{f"time/part{i}": self.source.random() for i in range(self.num_more)})
         if self.step % (5 * self.log_every) == 0:
             self.log(**{"val/loss": loss + 0.1})
-        if self.step % self.checkpoint_every == 0:
-            self.save(nodes[0])
 
     def log(self, **values: float) -> None:
         self.records.append(encode_line((self.step, 8 * self.step, self.now, 0, values), self.generation))

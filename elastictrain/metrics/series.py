@@ -1,0 +1,171 @@
+"""What was logged, by name, as arrays; and long series made short without hiding anything.
+
+A run of 100,000 steps has some millions of values, so lines become arrays as they are read. Of steps that a later start did
+again only the later values stay, as in :func:`~elastictrain.metrics.record.read_records`.
+
+On failure: a line that is cut or damaged is passed over and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastictrain.metrics.lines import Line, parse, read_objects
+from elastictrain.metrics.record import FIELDS, FOLDER, LOOSE
+from elastictrain.rundir import RunDir
+
+# How the names begin that the trainer logs about the run itself and not about what is trained.
+ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/", "goodput/", "checkpoint/")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What was logged under one name.
+
+    Args:
+        steps: float64, rising; finished steps.
+        values: float64, one for each of them; NaN and infinite where that was logged.
+    """
+
+    steps: Floats
+    values: Floats
+
+    @property
+    def num_not_finite(self) -> int:
+        return int(np.count_nonzero(~np.isfinite(self.values)))
+
+    @property
+    def finite(self) -> Series:
+        """Without what is NaN or infinite."""
+        good = np.isfinite(self.values)
+        return self if good.all() else Series(self.steps[good], self.values[good])
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A series in parts of equally many steps; those in which nothing finite was logged are not there.
+
+    Args:
+        steps: float64, (n,): where a part is, the mean of its steps. The same shape have
+        low, mean, high: of its finite values, and
+        counts: int64, how many these are.
+    """
+
+    steps: Floats
+    low: Floats
+    mean: Floats
+    high: Floats
+    counts: npt.NDArray[np.int64]
+
+
+def thin(series: Series, *, num: int) -> Buckets:
+    """At most ``num`` parts: every value is within its part's ``low`` and ``high``, and counts once in its ``mean``."""
+    series = series.finite
+    size = len(series.steps)
+    if size <= num:
+        return Buckets(series.steps, series.values, series.values, series.values, np.ones(size, np.int64))
+    first, last = series.steps[0], series.steps[-1]
+    part = np.minimum((series.steps - first) * (num / (last - first)), num - 1).astype(np.int64)
+    begins = np.flatnonzero(np.diff(part, prepend=-1))
+    counts = np.diff(begins, append=size)
+    low, high = np.minimum.reduceat(series.values, begins), np.maximum.reduceat(series.values, begins)
+    mean = np.add.reduceat(series.values / counts.repeat(counts), begins)  # divided first: a sum may be too large
+    return Buckets(np.add.reduceat(series.steps, begins) / counts, low, np.clip(mean, low, high), high, counts)
+
+
+def read_series(run_dir: RunDir) -> tuple[dict[str, Series], int]:
+    """Everything that was logged, by name in order of appearance, and how many lines were passed over."""
+    names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
+    columns = _Columns()
+    num_damaged = 0
+    for _, data in read_objects(run_dir, FOLDER, names):
+        lines, damaged = parse(data)
+        num_damaged += damaged + columns.add(lines)
+    return columns.series(), num_damaged
+
+
+class _Columns:
+    """Values by name, as they were written."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Floats]] = {}  # (n, 4): number of the line, generation, step, value
+        self._num_lines = 0
+        self._first_step: dict[float, float] = {}  # by generation
+
+    def add(self, lines: Sequence[Line]) -> int:
+        """Take the lines of one object; how many were damaged."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, line in enumerate(lines):
+            groups.setdefault(tuple(line), []).append(number)
+        num_damaged = 0
+        for keys, numbers in groups.items():
+            table = _table([lines[number] for number in numbers], keys)
+            if table is None:  # not all of them are what they should be
+                sound = [number for number in numbers if _is_sound(lines[number])]
+                num_damaged += len(numbers) - len(sound)
+                if not sound:
+                    continue
+                numbers = sound
+                table = _table([lines[number] for number in numbers], keys)
+                assert table is not None
+            self._take(keys, np.array(numbers, np.float64) + self._num_lines, table)
+        self._num_lines += len(lines)
+        return num_damaged
+
+    def _take(self, keys: tuple[str, ...], numbers: Floats, table: Floats) -> None:
+        steps, generations = table[:, keys.index("step")], table[:, keys.index("generation")]
+        for generation in np.unique(generations).tolist():
+            first = float(steps[generations == generation].min())
+            self._first_step[generation] = min(first, self._first_step.get(generation, first))
+        for column, name in enumerate(keys):
+            if name not in FIELDS:
+                part = np.stack([numbers, generations, steps, table[:, column]], axis=1)
+                self._parts.setdefault(name, []).append(part)
+
+    def series(self) -> dict[str, Series]:
+        limits, limit = {}, np.inf  # by generation, the step from which on a later one did all again
+        for generation in sorted(self._first_step, reverse=True):
+            limits[generation], limit = limit, min(limit, self._first_step[generation])
+        found = {}
+        for name, parts in self._parts.items():
+            whole = np.concatenate(parts)
+            _, generations, steps, values = whole[np.argsort(whole[:, 0], kind="stable")].T
+            known, which = np.unique(generations, return_inverse=True)
+            stays = steps <= np.array([limits[generation] for generation in known.tolist()])[which]
+            later = np.minimum.accumulate(steps[::-1])[::-1]
+            stays[:-1] &= steps[:-1] < later[1:]  # nor has it been logged again since, at this step or an earlier one
+            found[name] = Series(steps[stays], values[stays])
+        return found
+
+
+def _table(group: Sequence[Line], keys: tuple[str, ...]) -> Floats | None:
+    """Lines with the same names, one a row; None if something in them is not what it should be."""
+    if not {"step", "generation"} <= set(keys):
+        return None
+    try:
+        table = np.array([list(line.values()) for line in group], np.float64)  # "NaN" becomes one, like "Infinity"
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if table.ndim != 2:
+        return None
+    counts = table[:, [keys.index("step"), keys.index("generation")]]
+    return table if ((counts >= 0) & (counts < 2**53) & (counts == np.floor(counts))).all() else None
+
+
+def _is_sound(line: Line) -> bool:
+    return all(type(line.get(name)) is int and 0 <= line[name] < 2**53 for name in ("step", "generation")) and all(
+        _is_number(value) for value in line.values()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in LOOSE
+    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**64)
