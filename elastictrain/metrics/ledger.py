@@ -12,11 +12,15 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``node`` | each node, when it starts | ``time``, ``name``, ``host``, ``agent_pid``, ``workers``, ``reached`` |
 | ``time`` | each node | ``from``, ``to``, ``steps`` [first, last], ``samples``, ``tokens``, ``seconds`` by cause |
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
-| ``recovery`` | rank 0, after a step | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds`` |
+| ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
 
-Lines of segments have ``node``, which tells one node's agent from all others; times are in seconds since the epoch.
-``reached`` is how many steps its workers had finished when they ended before this start, as the agent saw it; -1 if that is
-not known.
+A recovery also says who trains now: ``ranks``, ``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of
+segments have ``node``, which tells one node's agent from all others; times are in seconds since the epoch. ``reached`` is
+how many steps its workers had finished when they ended before this start, as the agent saw it; -1 if that is not known.
+
+So that what is read and written stays bounded, a node replaces every :data:`_MANY` of its segments by one with fewer lines,
+and a later start all segments of earlier ones (``g000004-000000-sum.jsonl``): :mod:`elastictrain.metrics.condensed` has how,
+and why no total changes and no crash in between matters.
 
 On failure: an event that cannot be written is a warning; training does not depend on it. Segments wait in memory and are
 tried again. A line that is cut or damaged is passed over, and counted by who asks (:func:`ledger_folder`).
@@ -26,19 +30,24 @@ from __future__ import annotations
 
 import json
 import logging
+import posixpath
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from elastictrain.metrics import condensed
 from elastictrain.metrics.courier import Courier, Writer, interval
 from elastictrain.metrics.goodput import TimeBook
-from elastictrain.metrics.lines import Folder, Line
+from elastictrain.metrics.lines import Folder, Line, stand_in
 from elastictrain.metrics.record import Series
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, first_line
 
 log = logging.getLogger(__name__)
 
 FOLDER = "events"
+_MANY = 64  # segments that become one
+_FEW = 8  # lines of a node and an earlier start
+_TOO_MANY = 4 * _MANY  # segments that cannot be deleted: more are not replaced
 
 
 class Ledger:
@@ -108,15 +117,57 @@ class Ledger:
 
 
 class _Segments:
-    """One object per write."""
+    """One object per write, and now and then one for all."""
 
     what = "events"
 
     def __init__(self, run_dir: RunDir, *, generation: int, number: int) -> None:
+        self._run_dir, self._generation = run_dir, generation
         self._series = Series(run_dir, FOLDER, pattern=f"{{}}-n{number:03d}.jsonl", generation=generation)
+        self._lines: list[Line] = []  # of all objects that count
+        self._names: list[str] = []  # of these
+        self._obsolete: set[str] = set()  # those that the last of them stands for, and are not known to be deleted
 
     def write(self, items: Sequence[Line]) -> None:
-        self._series.create("".join(json.dumps(line) + "\n" for line in items).encode())
+        path = self._series.create("".join(json.dumps(line) + "\n" for line in items).encode())
+        self._lines += items
+        self._names.append(posixpath.basename(path))
+        if len(self._names) >= _MANY and len(self._obsolete) < _TOO_MANY:
+            self._condense()
+
+    def _condense(self) -> None:
+        left = condensed.remove(self._run_dir, FOLDER, sorted(self._obsolete))
+        lines = condensed.condense(self._lines, most=_MANY // 2)
+        names = {*self._names, *left}
+        try:
+            path = self._series.create(stand_in(lines, names=names, generation=self._generation))
+        except Exception as error:  # the lines are where they were
+            log.info("events in %s are not condensed now (%s)", self._run_dir, first_line(error))
+            self._obsolete = left
+            return
+        self._lines, self._names, self._obsolete = lines, [posixpath.basename(path)], names
+
+
+def condense_earlier(run_dir: RunDir, generation: int) -> None:
+    """Put one object in the place of all segments of the starts before number ``generation``, where there are many.
+
+    Raises:
+        OSError: or the driver's error: the storage does not answer. The ledger is as it was.
+    """
+    numbers = {name: condensed.generation_of(name) for name in run_dir.names(FOLDER)}
+    earlier = {name for name, number in numbers.items() if number is not None and number < generation}
+    if len(earlier) < _MANY:
+        return
+    found = ledger_folder(run_dir).look()
+    left = condensed.remove(run_dir, FOLDER, sorted(found.obsolete & earlier))
+    counting = earlier & found.lines.keys()
+    if len(counting) < _MANY or len(left) >= _TOO_MANY:
+        return
+    starts = [line for lines in found.lines.values() for line in lines if line["event"] == "start"]
+    lines = condensed.condense([line for name in sorted(counting) for line in found.lines[name]] + starts, most=_FEW)
+    lines = [line for line in lines if line["event"] != "start"]
+    data = stand_in(lines, names={*counting, *left}, generation=generation)
+    Series(run_dir, FOLDER, pattern="{}-sum.jsonl", generation=generation).create(data)
 
 
 def start_steps(run_dir: RunDir, *, after: int) -> dict[int, int]:
@@ -148,7 +199,7 @@ def ledger_folder(run_dir: RunDir) -> Folder:
 
 
 def read_ledger(run_dir: RunDir) -> list[Line]:
-    """All lines of the ledger, in the order of their objects' names; those that are damaged are passed over."""
+    """All lines of the ledger that count, in the order of their objects' names; damaged ones are passed over."""
     return ledger_folder(run_dir).read()
 
 

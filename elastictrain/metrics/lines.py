@@ -3,6 +3,9 @@
 An object is created once and never changed, so what has been read need not be read again. One that does not end with the
 end of a line is still being written, or was cut when its writer died: it is looked at again the next time.
 
+An object may stand for others: it begins with ``{"event": "instead", "names": […], "lines": n}``. It counts only if all of
+its lines are there, and the others then count no longer, whether they are still there or not.
+
 On failure: a line that is cut or damaged is passed over and counted. Storage that does not answer raises its own error.
 """
 
@@ -10,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from elastictrain.rundir import RunDir
@@ -18,6 +22,8 @@ from elastictrain.rundir import RunDir
 Line = dict[str, Any]
 
 _decode = json.JSONDecoder().raw_decode  # without a look for spaces around, which nobody writes
+INSTEAD = "instead"
+_TRIES = 5  # to read objects before they are replaced
 _TOGETHER = 64  # objects that are asked for at a time: enough for an object store, and not all of them in memory
 
 
@@ -46,6 +52,35 @@ def read_objects(run_dir: RunDir, folder: str, names: Iterable[str]) -> Iterator
         yield from zip(some, run_dir.read_all(folder, some), strict=True)
 
 
+@dataclass(frozen=True)
+class Found:
+    """What is in a folder.
+
+    Args:
+        lines: by object, of those that count.
+        obsolete: names of those that count no longer, or never did because they were cut.
+    """
+
+    lines: Mapping[str, Sequence[Line]]
+    obsolete: frozenset[str]
+
+
+def stand_in(lines: Sequence[Line], *, names: Iterable[str], generation: int) -> bytes:
+    """An object that stands for others."""
+    head = {"event": INSTEAD, "generation": generation, "names": sorted(names), "lines": len(lines)}
+    return "".join(json.dumps(line) + "\n" for line in (head, *lines)).encode()
+
+
+def _stands_for(name: str, lines: Sequence[Line], num_damaged: int) -> list[str]:
+    """Names of objects that do not count because of this one: itself, where not all of it is there."""
+    head = lines[0] if lines else {}
+    if head.get("event") != INSTEAD:
+        return []
+    names = head.get("names")
+    is_whole = isinstance(names, list) and not num_damaged and len(lines) - 1 == head.get("lines")
+    return [str(one) for one in names] if is_whole and isinstance(names, list) else [name]
+
+
 class Folder:
     """The lines of a folder, as they become more.
 
@@ -60,6 +95,7 @@ class Folder:
         self._run_dir, self._folder, self._is_sound = run_dir, folder, is_sound
         self._known: dict[str, list[Line]] = {}
         self._damaged: dict[str, int] = {}
+        self._instead: dict[str, list[str]] = {}  # what each stands for
         self._open: set[str] = set()  # do not end with the end of a line
 
     @property
@@ -67,12 +103,35 @@ class Folder:
         return sum(self._damaged.values())
 
     def read(self) -> list[Line]:
-        """All lines by now, in the order of their objects' names. Only what is new is read from storage."""
+        """All lines that count by now, in the order of their objects' names. Only what is new is read from storage."""
+        found = self.look().lines
+        return [line for name in sorted(found) for line in found[name]]
+
+    def look(self) -> Found:
+        """The same by object."""
+        tries = _TRIES
+        while True:
+            try:
+                self._refresh()
+                break
+            except FileNotFoundError:  # deleted since it was listed: another one stands for it now
+                tries -= 1
+                if not tries:
+                    raise
+        obsolete = {one for names in self._instead.values() for one in names}
+        lines = {name: some for name, some in self._known.items() if name not in obsolete}
+        return Found(lines, frozenset(obsolete & self._known.keys()))
+
+    def _refresh(self) -> None:
         there = [name for name in self._run_dir.names(self._folder) if name.endswith(".jsonl")]
         new = [name for name in there if name not in self._known or name in self._open]
         for name, data in read_objects(self._run_dir, self._folder, new):
             found, num_damaged = parse(data)
+            self._instead[name] = _stands_for(name, found, num_damaged)
+            found = found[1:] if self._instead[name] else found
             sound = [line for line in found if self._is_sound(line)]
             self._known[name], self._damaged[name] = sound, num_damaged + len(found) - len(sound)
             (self._open.discard if data.endswith(b"\n") else self._open.add)(name)
-        return [line for name in there for line in self._known[name]]
+        self._known = {name: self._known[name] for name in there}
+        self._damaged = {name: self._damaged[name] for name in there}
+        self._instead = {name: self._instead[name] for name in there}
