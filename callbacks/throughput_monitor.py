@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,19 +47,25 @@ class ThroughputMonitor(Callback):
 
     Args:
         window: steps over which rates and percentiles are taken.
+        every: seconds between two reports, but for the first and the last log step: what is in between becomes part of the
+            next one. So short steps are not spent on telling how short they are.
         peak_tflops: what a device can do at most, for devices that are not in the table.
         enabled: False logs nothing; there is a monitor unless you give your own.
 
     Raises:
-        UsageError: ``window`` is below 1, or ``peak_tflops`` not above 0.
+        UsageError: ``window`` is below 1, ``every`` below 0, or ``peak_tflops`` not above 0.
     """
 
-    def __init__(self, *, window: int = 100, peak_tflops: float | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self, *, window: int = 100, every: float = 0.1, peak_tflops: float | None = None, enabled: bool = True
+    ) -> None:
         if window < 1:
             raise UsageError(f"ThroughputMonitor(window={window}) must be at least 1 step")
+        if not every >= 0:
+            raise UsageError(f"ThroughputMonitor(every={every}) must be at least 0 seconds")
         if peak_tflops is not None and not peak_tflops > 0:
             raise UsageError(f"ThroughputMonitor(peak_tflops={peak_tflops}) must be above 0, or None")
-        self._size, self._enabled = window, enabled
+        self._size, self._every, self._enabled = window, every, enabled
         self.needs_flops = enabled
         self._given = None if peak_tflops is None else peak_tflops * 1e12
         self._run: RunInfo | None = None
@@ -70,7 +76,8 @@ class ThroughputMonitor(Callback):
         self._windows: deque[_Window] = deque()
         self._warm: list[StepInfo] = []
         self._flops: float | None = None
-        self._memory_due = 0.0
+        self._due = self._memory_due = 0.0
+        self._held: list[Timings] = []  # since the last report
         self._peak = self._given
         self._is_async = info.device != "cpu"
         if self._peak is None and self._is_async:
@@ -90,10 +97,14 @@ class ThroughputMonitor(Callback):
     def on_log(self, info: StepInfo) -> Mapping[str, float | Tensor]:
         if self._run is None or info.timings is None:
             return {}
-        timings = info.timings
+        self._held.append(info.timings)
+        if (now := time.monotonic()) < self._due and info.step != self._run.max_steps:
+            return {}
+        self._due = now + self._every
+        timings, self._held = joined(self._held), []
         values: dict[str, float | Tensor] = {
             **split(timings, is_async=self._is_async),
-            **self._memory(),
+            **self._memory(now),
             "elastic/world_size": self._run.world_size,
             "elastic/generation": self._run.generation,
         }
@@ -139,9 +150,9 @@ class ThroughputMonitor(Callback):
             rates["throughput/mfu"] = samples * self._flops / (self._peak * run.world_size)
         return rates
 
-    def _memory(self) -> dict[str, float]:
+    def _memory(self, now: float) -> dict[str, float]:
         """GiB of this rank's process and device, at most once a second."""
-        if (now := time.monotonic()) < self._memory_due:
+        if now < self._memory_due:
             return {}
         self._memory_due = now + _MEMORY_EVERY
         unit = 1 if sys.platform == "darwin" else 1024
@@ -152,6 +163,18 @@ class ThroughputMonitor(Callback):
                 values[f"memory/{name}_gib"] = found.get(f"allocated_bytes.all.{key}", 0) / GIB
             values["memory/reserved_gib"] = found.get("reserved_bytes.all.current", 0) / GIB
         return values
+
+
+def joined(parts: Sequence[Timings]) -> Timings:
+    """Of all their steps, which follow each other."""
+    if len(parts) == 1:
+        return parts[0]
+    hooks: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.hooks.items():
+            hooks[name] = hooks.get(name, 0.0) + seconds
+    sums: list[Any] = [sum(values) for values in zip(*(part[:-2] for part in parts), strict=True)]
+    return Timings._make([*sums, hooks, parts[-1].queued])
 
 
 def split(timings: Timings, *, is_async: bool) -> dict[str, float]:

@@ -61,7 +61,9 @@ class Timings(NamedTuple):
     logging: float  # log steps, without the above
     device: float  # of log steps: waiting until the accelerator has done what was asked of it
     hooks: Mapping[str, float]  # Lightning's hooks, by name
-    queued: int | None  # microbatches that loader processes have ready; None: there are none, or it cannot be known
+    queued: (
+        int | None
+    )  # at its end: microbatches that loader processes have ready; None: there are none, or it cannot be known
 
 
 class StepInfo(NamedTuple):

@@ -57,7 +57,7 @@ def drive(monitor: ThroughputMonitor, seconds: list[float], *, log_every: int, s
 
 @pytest.mark.parametrize("log_every", [1, 2, 5, 10])
 def test_rates_are_of_the_window_without_the_steps_that_warm_up(log_every: int) -> None:
-    monitor = ThroughputMonitor(window=10)
+    monitor = ThroughputMonitor(window=10, every=0)
     monitor.on_generation_start(run_info(world_size=4, flops_per_sample=lambda: 3e9))
     values = drive(monitor, [100.0, 7.0] + 8 * [0.5], log_every=log_every)
     assert values["throughput/samples_per_second"] == pytest.approx(16.0)
@@ -68,6 +68,26 @@ def test_rates_are_of_the_window_without_the_steps_that_warm_up(log_every: int) 
     values = drive(monitor, 20 * [0.25], log_every=log_every, step=10)
     assert values["throughput/samples_per_second"] == pytest.approx(32.0), "the slower ones are forgotten"
     assert values["elastic/world_size"] == 4
+
+
+def test_reports_that_would_come_too_often_become_part_of_the_next_one() -> None:
+    """The first and the last log step always have one, and no step is left out of the means."""
+    monitor = ThroughputMonitor(every=3600.0)
+    monitor.on_generation_start(run_info())
+    hooks = {"on_train_batch_start": 0.5}
+    reports = {}
+    for step in range(1, 11):
+        info = StepInfo(step, 8 * step, 0, 0, None, None, {}, None, seconds=step)
+        timings = Timings(1, 8, 0, step, 0.25 * step, 0, 0, 0, 0, 0, 0, hooks, queued=step)
+        reports[step] = monitor.on_log(info._replace(timings=timings))
+        monitor.on_step_end(info)
+    assert [step for step, values in reports.items() if values] == [1, 10]
+    last = reports[10]
+    assert last["time/step"] == pytest.approx(sum(range(2, 11)) / 9)
+    assert last["time/data"] == pytest.approx(0.25 * sum(range(2, 11)) / 9)
+    assert last["time/hooks"] == last["time/hook/on_train_batch_start"] == 0.5
+    assert last["throughput/loader_queue"] == 10
+    assert last["throughput/samples_per_second"] == pytest.approx(8 * 8 / sum(range(3, 11)))
 
 
 def test_percentiles_are_of_single_steps() -> None:
@@ -90,6 +110,8 @@ def test_mfu_is_a_share_of_the_given_peak() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="window=0"):
         ThroughputMonitor(window=0)
+    with pytest.raises(UsageError, match="every=-1"):
+        ThroughputMonitor(every=-1)
     with pytest.raises(UsageError, match="peak_tflops=-1"):
         ThroughputMonitor(peak_tflops=-1)
 
@@ -346,7 +368,8 @@ def test_the_loaders_queue_is_told(tmp_path: Path) -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=2, num_workers=1, prefetch_factor=3)
 
-    Trainer(run_dir=str(tmp_path), max_steps=6, log_every=1).fit(Loads())
+    monitor = ThroughputMonitor(every=0)
+    Trainer(run_dir=str(tmp_path), max_steps=6, log_every=1, callbacks=[monitor]).fit(Loads())
     queued = logged(tmp_path, "throughput/loader_queue")
     assert sorted(queued) == [1, 2, 3, 4, 5, 6]
     assert all(0 <= value <= 3 for value in queued.values())
