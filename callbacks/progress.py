@@ -40,7 +40,7 @@ _MIN_BAR = 8
 
 
 class ProgressBar(Callback):
-    """Step, loss, speed and the time that is left.
+    """Step, loss, the time that is left, speed, MFU and goodput where they are known, ranks and the generation, values.
 
     Args:
         every: seconds between two lines where the output is not a terminal.
@@ -171,6 +171,13 @@ class ProgressBar(Callback):
             pieces.append(f"{format_count(self._recent.samples_per_second)} samples/s")
         if self._recent.tokens_per_second:
             pieces.append(f"{format_count(self._recent.tokens_per_second)} tokens/s")
+        if (mfu := self._values.get("throughput/mfu")) is not None:
+            pieces.append(f"MFU {100 * mfu:.0f}%")
+        if (goodput := self._values.get("goodput/percent")) is not None:
+            pieces.append(f"goodput {goodput:.0f}%")
+        if self._run is not None:
+            ranks = f"{self._run.world_size} rank{'s' if self._run.world_size != 1 else ''}"
+            pieces.append(ranks + (f" gen {self._run.generation}" if self._run.generation else ""))
         if info.epoch_steps is not None or info.epoch > 0:
             pieces.append(f"epoch {info.epoch}")
         for name, tensor in info.progress.items():

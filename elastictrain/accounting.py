@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
+from elastictrain.metrics.console import event_line, make_console, print_line
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
-from elastictrain.metrics.ledger import read_ledger
+from elastictrain.metrics.ledger import condense_earlier, read_ledger
 from elastictrain.metrics.lines import Line
 from elastictrain.rundir import RunDir, first_line
 from elastictrain.session import Session
@@ -58,21 +61,30 @@ class Account:
         self.is_new = False
         self.settle()
         s.times.doing = "productive"
-        if s.recovery is None or s.ledger is None or not s.ranks.is_main:
+        if s.recovery is None or not s.ranks.is_main:
             return {}
         was = s.recovery
         phases = {cause: s.times.seconds[cause] for cause in ("detect", "rendezvous", "rebuild", "restore")}
-        total = time.time() - was.ended
-        s.ledger.note(
-            "recovery",
-            time=time.time(),
-            cause=was.cause,
-            from_step=max(was.reached, 0),
-            resumed_step=self._first_step,
-            lost_steps=max(0, was.reached - self._first_step),
-            seconds={**phases, "first_step": seconds, "total": total},
-        )
-        return {"elastic/recovery_seconds": total}
+        now = time.time()
+        event = {
+            "cause": was.cause,
+            "from_step": max(was.reached, 0),
+            "resumed_step": self._first_step,
+            "lost_steps": max(0, was.reached - self._first_step),
+            "seconds": {**phases, "first_step": seconds, "total": now - was.ended},
+            "ranks": s.ranks.world_size,
+            "nodes": max(1, s.ranks.world_size // max(1, s.membership.local_world_size)),
+            "nodes_before": was.nodes,
+            "mesh": str(s.mesh.shape),
+        }
+        self.tell("recovery", event)
+        return {"elastic/recovery_seconds": now - was.ended}
+
+    def tell(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Something has changed who trains: a line in the ledger, and one for a person. On rank 0."""
+        if self._session.ledger is not None:
+            self._session.ledger.note(kind, time=time.time(), **event)
+        print_line(f"elastictrain: {event_line(event)}", console=make_console())
 
     # ---- log steps -------------------------------------------------------------------------------------------------
 
@@ -134,6 +146,11 @@ class Account:
             self._before = _spent_before(read_ledger(run_dir), begun)
         except Exception as error:  # only what is logged as goodput depends on it
             log.warning("the ledger cannot be read (%s): goodput is not logged", first_line(error))
+            return
+        try:
+            condense_earlier(run_dir, begun[0]["generation"])
+        except Exception as error:  # only how much is read the next time depends on it
+            log.info("the ledger is not condensed (%s)", first_line(error))
 
 
 def _spent_before(lines: list[Line], begun: list[Line]) -> Goodput:

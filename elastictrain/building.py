@@ -35,6 +35,7 @@ from elastictrain.data.choose import Sizes, choose_feed
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.keeping import Restored
+from elastictrain.loggers import Loggers
 from elastictrain.loop import StepRunner
 from elastictrain.opening import attach
 from elastictrain.parallel.build import Built, configure, lay_out
@@ -67,6 +68,7 @@ class Builder:
         self.announcer = Announcer(session, self.resumption)
         self.notes = self.resumption.notes
         self._has_failed = False
+        self._loggers = Loggers(session.loggers, run_dir=session.run_dir, must_work=session.membership.generation == 0)
 
     # ---- build -----------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,7 @@ class Builder:
         """
         s = self._session
         self.resumption.look()
+        self._loggers.prepare(self.resumption.ask_main)
         attach(s, self.runner)
         self._set_up_module(train_data, weights=self.resumption.source is None)
         s.times.settle()
@@ -109,7 +112,10 @@ class Builder:
         mesh = s.mesh
         s.chosen.feed.start(dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         self.runner.bind()
+        self._loggers.connect(self.resumption.ask_main, step=None if self.resumption.is_new else s.counters.step)
         self.resumption.write()
+        if s.ranks.is_main:
+            self._loggers.keep()
 
     def build_for_evaluation(self, data: Any, checkpoint: str | None) -> list[EvalLoader]:
         """A model with weights, and loaders, for "validate", "test" or "predict".
@@ -119,6 +125,7 @@ class Builder:
         """
         s = self._session
         url = None if checkpoint is None else self.resumption.ask_main(lambda: resolve(checkpoint))
+        self._loggers.prepare(self.resumption.ask_main)
         attach(s, self.runner)
         self._set_up_module(None, weights=url is None)
         if url is not None:
@@ -132,6 +139,7 @@ class Builder:
             )
         self.runner.bind()
         s.val_loaders = self._deal(loaders, {"validate": "validation"}.get(s.purpose, s.purpose))
+        self._loggers.connect(self.resumption.ask_main, step=None)
         start_loggers(s)
         return s.val_loaders
 
@@ -252,6 +260,8 @@ class Builder:
         s = self._session
         if s.recorder is not None:
             s.recorder.close()
+        if s.publisher is not None:
+            s.publisher.close()
         if s.ledger is not None:
             if s.accounts:
                 s.times.settle()

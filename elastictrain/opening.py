@@ -32,6 +32,7 @@ from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.loop import BATCH_HOOKS, StepRunner
 from elastictrain.metrics.goodput import TimeBook
+from elastictrain.metrics.published import Publisher
 from elastictrain.parallel.compiled import missing_to_compile
 from elastictrain.parallel.context import check_context
 from elastictrain.parallel.float8 import missing_for_float8
@@ -49,7 +50,7 @@ def open_session(
     datamodule: Any,
     *,
     callbacks: Sequence[Any],
-    loggers: Sequence[Any],
+    loggers: list[Any],
     purpose: str,
     membership: Membership,
 ) -> Session:
@@ -94,7 +95,13 @@ def open_session(
     if purpose == "fit":  # told once; a second call in this process begins when it begins
         history, membership.history = membership.history, {}
         if "ended" in history:
-            recovery = Recovery(membership.cause, history["ended"], int(history["reached"]))
+            recovery = Recovery(
+                membership.cause,
+                history["ended"],
+                int(history["reached"]),
+                int(history["nodes"]) if "nodes" in history else None,
+            )
+    publishes_to = membership.publishes_to if purpose == "fit" else None
     return Session(
         settings=settings,
         task=task,
@@ -108,6 +115,7 @@ def open_session(
         run_dir=run_dir,
         times=TimeBook.begin(history),
         recovery=recovery,
+        publisher=None if publishes_to is None else Publisher(publishes_to, rank=ranks.rank),
         purpose=purpose,
         stage={"fit": "train"}.get(purpose, purpose),
     )

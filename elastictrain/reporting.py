@@ -273,6 +273,8 @@ class Reporter:
             s.ledger.account(s.times, step=number, samples=s.counters.samples, tokens=s.counters.tokens)
         if s.recorder is not None:
             s.recorder.log(number, s.counters.samples, values, epoch=s.counters.epoch)
+        if s.publisher is not None:
+            s.publisher.put(number, run=values if s.ranks.is_main else {}, own=of_callbacks)
         self._logging += time.perf_counter() - started
         stop = None if not sums[4] else StopReason.PREEMPT if sums[5] else StopReason.INTERRUPT
         return values, Agreed(bool(sums[3]), bool(sums[6]), stop, bool(sums[7]))

@@ -105,6 +105,11 @@ class Resumption:
             raise NothingKept("nothing is kept of this run yet, and the weights that the module was made with are gone")
 
     @property
+    def is_new(self) -> bool:
+        """Whether this run directory has seen no start before; without one, every start is new."""
+        return self.recorded is None
+
+    @property
     def is_stored(self) -> bool:
         """Whether the state that was restored is on storage."""
         return self.source is not None and not self._snapshots

@@ -32,6 +32,7 @@ from elastictrain.errors import UnsupportedError
 from elastictrain.metrics.goodput import TimeBook
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.metrics.logbook import LogBook, Written
+from elastictrain.metrics.published import Publisher
 from elastictrain.metrics.record import Recorder
 from elastictrain.parallel.build import Built
 from elastictrain.parallel.mesh import Mesh, Ranks
@@ -77,11 +78,13 @@ class Recovery:
         cause: in words.
         ended: when, seconds since the epoch.
         reached: finished steps by then; -1 if none.
+        nodes: that took part in it; None: not known.
     """
 
     cause: str
     ended: float
     reached: int
+    nodes: int | None = None
 
 
 @dataclass
@@ -95,7 +98,7 @@ class Session:
     ranks: Ranks
     callbacks: Sequence[Callback]
     lightning_callbacks: list[LightningCallback]
-    loggers: Sequence[Any]
+    loggers: list[Any]
     plan: StepPlan
     view: Any = None  # the trainer as Lightning modules see it
     run_dir: RunDir | None = None
@@ -115,6 +118,7 @@ class Session:
     recorder: Recorder | None = None  # rank 0 only
     lease: Lease | None = None  # rank 0 only
     ledger: Ledger | None = None  # the first rank of each node
+    publisher: Publisher | None = None  # where somebody asks the agent
     times: TimeBook = field(default_factory=TimeBook)  # where this node's time goes
     begun: list[dict[str, Any]] = field(default_factory=list)  # what this node's account began with, in the ledger
     is_first_start: bool = True  # of the run, as far as its ledger knows; rank 0 knows

@@ -29,6 +29,7 @@ from elastictrain.errors import UsageError
 from elastictrain.evaluate import Evaluator
 from elastictrain.fit import FitLoop
 from elastictrain.lives import Lives, forget_frames
+from elastictrain.loggers import given_loggers
 from elastictrain.metrics.console import evaluation_results, make_console
 from elastictrain.opening import open_session
 from elastictrain.session import Counters, Session, Settings
@@ -48,7 +49,9 @@ class Trainer:
         mesh: the parallel layout: ``"auto"``, ``"dp_shard=2"``, or a :class:`~elastictrain.MeshConfig`.
         callbacks: :class:`~elastictrain.Callback` objects, and Lightning's.
         checkpoint: when state goes to storage; needs a ``run_dir``.
-        loggers: Lightning loggers. Metrics and TensorBoard files in the run directory are written anyway.
+        loggers: Lightning loggers, or text as ``--logger`` has it (``"wandb:project=lm"``); another start goes on with the
+            same run of each (:mod:`elastictrain.loggers`). Metrics and TensorBoard files in the run directory are written
+            anyway.
         seed: of order, dropout and initial weights.
         val_every: steps between two validations; None: at the end of every epoch.
         log_every: steps between two log steps.
@@ -120,7 +123,7 @@ class Trainer:
             resume=resume,
         )
         self._callbacks = list(callbacks)
-        self._loggers = [loggers] if isinstance(loggers, Logger) else list(loggers)
+        self._loggers = given_loggers(loggers)
         self._reached = Counters()  # by the last fit: where what a later validate or test logs belongs
         self.stopped: StopReason | None = None
         """Why the last ``fit`` ended before its limits: a Ctrl-C, a notice; None: it finished."""

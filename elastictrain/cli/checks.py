@@ -16,6 +16,7 @@ from elastictrain.cli import target as targets
 from elastictrain.cli.target import Target
 from elastictrain.config import MeshConfig
 from elastictrain.errors import UsageError
+from elastictrain.loggers import parse_logger
 from elastictrain.parallel.zones import read_zones
 from elastictrain.rundir import RunDir, first_line
 from elastictrain.runfile import is_same_target
@@ -38,6 +39,7 @@ OF_CLASSES = (
     "snapshot_every",
     "resume",
     "callbacks",
+    "loggers",
     "settings",
 )
 
@@ -50,6 +52,7 @@ class Job:
         num_workers: on this node; None: one for each GPU, which only torch can count.
         endpoint: None for one node alone.
         trainer: the trainer's options that were given.
+        metrics: address and port at which Prometheus is answered; None: nowhere.
         settings: text, or values from a config file, by argument of the target's ``__init__``.
         started: when the command began, seconds since the epoch; None: not known.
     """
@@ -66,6 +69,7 @@ class Job:
     num_spares: int | None
     grace: float
     full_traceback: bool
+    metrics: tuple[str, int] | None = None
     script_args: Sequence[str] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -89,9 +93,9 @@ def prepare(
     trainer = {
         name: options[name]
         for name in OF_CLASSES
-        if name not in ("settings", "callbacks", "run_dir") and options[name] is not None
+        if name not in ("settings", "callbacks", "loggers", "run_dir") and options[name] is not None
     }
-    trainer["callbacks"] = list(options["callbacks"])
+    trainer["callbacks"], trainer["loggers"] = list(options["callbacks"]), list(options["loggers"])
     if target.cls is not None:
         if "max_steps" not in trainer and "max_epochs" not in trainer:
             raise UsageError("how long to train is not known: give --max-steps or --max-epochs")
@@ -113,6 +117,7 @@ def prepare(
         num_spares=options["spares"],
         grace=options["grace"],
         full_traceback=options["full_traceback"],
+        metrics=None if options["metrics_port"] is None else (options["metrics_host"], options["metrics_port"]),
         script_args=list(script_args),
         trainer=trainer,
         settings=settings,
@@ -194,7 +199,9 @@ def _check_script(
         )
     given = [name for name in OF_CLASSES if options[name] not in (None, ())] + (["settings"] if from_config else [])
     if target.cls is None and given:
-        shown = {"callbacks": "--callback", "settings": "--set"}.get(given[0], f"--{given[0].replace('_', '-')}")
+        shown = {"callbacks": "--callback", "loggers": "--logger", "settings": "--set"}.get(
+            given[0], f"--{given[0].replace('_', '-')}"
+        )
         raise UsageError(
             f"{target.recorded} defines no Task, so it runs as a script and {shown} cannot reach its Trainer:"
             f" set it there, pass it on after --, or name a class ({target.recorded}:MyTask)"
@@ -230,6 +237,8 @@ def _check_names(trainer: dict[str, Any]) -> None:
 
     for text in trainer["callbacks"]:
         parse_callback(text)
+    for text in trainer["loggers"]:
+        parse_logger(text)
     if "mesh" in trainer:
         MeshConfig.parse(trainer["mesh"])
     if "topology" in trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 
 import torch
@@ -12,6 +13,8 @@ from elastictrain.elastic.agent import Agent, AgentConfig, Outcome
 from elastictrain.elastic.membership import StopReason
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, NodesRendezvous
 from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+from elastictrain.metrics.prometheus import Endpoint, exposition, families
+from elastictrain.metrics.published import Published
 from elastictrain.rundir import RunDir
 
 WORKER = [sys.executable, "-m", "elastictrain.cli.worker"]
@@ -44,8 +47,13 @@ def launch(job: Job) -> int:
         },
         started=job.started,
     )
-    outcome = Agent(config, _rendezvous(job)).train()
-    return _tell(job, outcome)
+    if job.metrics is None:
+        return _tell(job, Agent(config, _rendezvous(job)).train())
+    published = Published()
+    node = job.local_addr or socket.gethostname()
+    with Endpoint(*job.metrics, lambda: exposition(families(published, run=job.run_dir, node=node))) as endpoint:
+        _print(f"metrics are at {endpoint.url}")
+        return _tell(job, Agent(config, _rendezvous(job), published=published).train())
 
 
 def _num_spares(job: Job) -> int:

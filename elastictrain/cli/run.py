@@ -103,6 +103,25 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     help="Keep the state in memory, here and on another node, every N steps; a restart goes on from there. [off]",
 )
 @shared("--callback")
+@option(
+    "--logger",
+    "loggers",
+    multiple=True,
+    metavar="NAME[:k=v,…]",
+    help="Log to csv, wandb, mlflow, comet or tensorboard too, each a logger of Lightning; may be repeated.",
+)
+@option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Answer Prometheus at this port of each node; 0: any free one. [off]",
+)
+@option(
+    "--metrics-host",
+    default="0.0.0.0",  # noqa: S104 - what a scraper on another machine needs
+    metavar="ADDRESS",
+    help="At this address alone, such as 127.0.0.1. [all of the node's]",
+)
 @shared("--set")
 @click.option(
     "--config",

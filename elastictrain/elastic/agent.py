@@ -53,6 +53,7 @@ from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+from elastictrain.metrics.published import Published
 
 SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the terminal has already sent
 TOO_MANY_NODES = "this run already has as many nodes as it takes: raise MAX of --nnodes MIN:MAX"
@@ -140,10 +141,16 @@ class Agent(SimpleElasticAgent):
         config: what to run.
         rendezvous: where to meet the other agents.
         say: prints one line about an event.
+        published: takes what the workers publish; None: they need not.
     """
 
     def __init__(
-        self, config: AgentConfig, rendezvous: GenerationHandler, *, say: Callable[[str], None] = _say
+        self,
+        config: AgentConfig,
+        rendezvous: GenerationHandler,
+        *,
+        say: Callable[[str], None] = _say,
+        published: Published | None = None,
     ) -> None:
         spec = WorkerSpec(
             role="trainer",
@@ -154,7 +161,7 @@ class Agent(SimpleElasticAgent):
             monitor_interval=config.tick,
         )
         super().__init__(spec)
-        self._config, self._handler, self._say = config, rendezvous, say
+        self._config, self._handler, self._say, self._published = config, rendezvous, say, published
         self._budget = RestartBudget(config.max_restarts)
         self._keepers = Keepers(rendezvous.address, say)
         self._private: PrivateDir | None = None
@@ -239,8 +246,12 @@ class Agent(SimpleElasticAgent):
             job=self._config.job,
             history={**self._history, "began": self._handler.began, "formed": self._handler.formed},
             cause=self._failure or (NODES_CHANGED if "ended" in self._history else ""),
+            publishes=self._published is not None,
         ).write(assignment)
+        if self._published is not None:
+            self._published.begin(folder, generation=generation, workers=count)
         self._failure = ""
+        self._history["nodes"] = num_nodes
         self._hanging = {}
         places = []
         for worker in worker_group.workers:
@@ -303,6 +314,8 @@ class Agent(SimpleElasticAgent):
                 f"{self._failure}: restarting {self._them(num_living)} from the newest checkpoint or snapshot"
                 f" (restart {self._budget.used} of {self._config.max_restarts})"
             )
+        if self._published is not None:
+            self._published.end()
         self._cells.close()
         shutil.rmtree(os.path.dirname(self._reports), ignore_errors=True)
         self._cells, self._agreement = None, None

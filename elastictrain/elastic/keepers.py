@@ -20,7 +20,8 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.keeper_process import KeeperProcess
 from elastictrain.elastic.cells import Cells
-from elastictrain.elastic.membership import ANSWER, REQUEST, write_whole
+from elastictrain.elastic.membership import ANSWER, REQUEST
+from elastictrain.machine import write_whole
 
 PAUSE = 5.0  # seconds between two tries
 END_SECONDS = 5.0  # that a try may still take when the agent ends; a keeper that nobody takes ends by itself

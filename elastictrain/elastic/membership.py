@@ -42,6 +42,8 @@ from elastictrain.elastic.cells import (
 from elastictrain.elastic.line import Line, Place
 from elastictrain.elastic.signals import Handlers, die_with
 from elastictrain.errors import GenerationOver, UsageError
+from elastictrain.machine import write_whole
+from elastictrain.metrics.published import file_of
 
 __all__ = ["AgentMembership", "Assignment", "EnvMembership", "Membership", "StopReason", "current"]
 
@@ -68,9 +70,10 @@ class Assignment:
         job: whatever the worker command needs besides; JSON.
         job_id: the same for all workers of all generations on all nodes of this run, and for no others.
         history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
-            and was ``formed``; from the second generation on also when the one before ``ended``, and the number of steps
-            that it had ``reached``, -1 for none.
+            and was ``formed``; from the second generation on also when the one before ``ended``, the number of steps
+            that it had ``reached``, -1 for none, and of ``nodes`` that took part in it.
         cause: why that one ended, in words.
+        publishes: workers leave the newest values beside this file, for whoever asks the agent.
     """
 
     agent_pid: int
@@ -84,6 +87,7 @@ class Assignment:
     job: dict[str, Any] = field(default_factory=dict)
     history: dict[str, float] = field(default_factory=dict)
     cause: str = ""
+    publishes: bool = False
 
     def write(self, path: str) -> None:
         with open(path, "x", encoding="utf-8") as file:
@@ -169,6 +173,11 @@ class Membership:
 
     def find_keeper(self, *, seconds: float = 0.0) -> dict[str, Any] | None:
         """Where it is: ``socket``, ``host`` and ``port``; waits so long for it. None: there is none."""
+        return None
+
+    @property
+    def publishes_to(self) -> str | None:
+        """The file in which the agent looks for the newest values; None: nobody asks for them."""
         return None
 
     def close(self) -> None:
@@ -303,8 +312,16 @@ class AgentMembership(Membership):
                     return None
             time.sleep(0.01)
 
+    @property
+    def publishes_to(self) -> str | None:
+        return file_of(self._folder, self.local_rank) if self.assignment.publishes else None
+
     def _keeper_path(self, name: str) -> str:
-        return os.path.join(os.path.dirname(self.assignment.cells), name)
+        return os.path.join(self._folder, name)
+
+    @property
+    def _folder(self) -> str:
+        return os.path.dirname(self.assignment.cells)
 
     def close(self) -> None:
         self._cell[PHASE] = Phase.CLOSED
@@ -383,14 +400,6 @@ def current(*, idle: Callable[[], None] = lambda: None) -> Membership:
     elif _mine.stopped is None:
         _mine.run()  # a script that trains twice
     return _mine
-
-
-def write_whole(path: str, content: dict[str, Any]) -> None:
-    """A small file that nobody sees half written."""
-    part = f"{path}.{os.getpid()}"
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-    os.replace(part, path)
 
 
 def _number(name: str, default: int) -> int:

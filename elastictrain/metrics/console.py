@@ -14,7 +14,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
@@ -84,6 +84,27 @@ def format_seconds(seconds: float) -> str:
 def format_percent(percent: float) -> str:
     """``97.3%``; ``<0.1%`` for what is there and would be 0."""
     return f"{percent:.1f}%" if percent >= 0.05 or percent <= 0 else "<0.1%"
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """What a change of who trains has cost, in one line, from the ledger's line about it.
+
+    Args:
+        event: of kind ``recovery``, see :mod:`elastictrain.metrics.ledger`; what it does not have is left out.
+    """
+    facts = []
+    for name, noun in (("nodes", "node"), ("ranks", "rank")):
+        before, after = event.get(f"{name}_before"), event.get(name)
+        if after is not None and before is not None and before != after:
+            facts.append(f"{before} → {_plural(after, noun)}")
+            break
+        if after is not None and name == "ranks":
+            facts.append(_plural(after, noun))
+    if event.get("mesh"):
+        facts.append(f"mesh {event['mesh']}")
+    facts.append(f"paused {event['seconds']['total']:.1f} s")
+    facts.append(f"{_plural(event['lost_steps'], 'step')} lost")
+    return f"{event['cause'] or 'the run was stopped'}: {', '.join(facts)}"
 
 
 # ---- start ---------------------------------------------------------------------------------------------------------

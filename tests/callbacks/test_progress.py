@@ -74,7 +74,7 @@ def test_lines_come_by_time_and_at_validation_save_and_end(tmp_path: Path) -> No
     periodic = [
         line
         for line in lines
-        if re.match(r"step \d+/\d+  loss 2\.5  eta \S+  \S+ samples/s  \S+ tokens/s  acc 0\.25$", line)
+        if re.match(r"step \d+/\d+  loss 2\.5  eta \S+  \S+ samples/s  \S+ tokens/s  2 ranks  acc 0\.25$", line)
     ]
     assert len(periodic) == 3, lines  # after 1, 2 and 3 seconds
     assert lines[-3] == f"step {step}  validation: val/loss 2.25  val/acc 0.5"
@@ -117,12 +117,12 @@ def test_a_short_run_still_says_how_it_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "more", "start"),
     [
-        ({"max_steps": None}, {}, "step 5"),
-        ({"max_steps": None, "max_epochs": 3}, {"epoch_steps": 10, "epoch": 2}, "step 5/30  epoch 2"),
-        ({"max_steps": 20, "max_epochs": 3}, {"epoch_steps": 10}, "step 5/20  epoch 0"),
-        ({"max_steps": 40, "max_epochs": 3}, {"epoch_steps": 10}, "step 5/30  epoch 0"),
-        ({"max_steps": None, "max_epochs": 3}, {}, "step 5"),
-        ({"max_steps": 4}, {}, "step 5/5"),
+        ({"max_steps": None}, {}, "step 5  2 ranks"),
+        ({"max_steps": None, "max_epochs": 3}, {"epoch_steps": 10, "epoch": 2}, "step 5/30  2 ranks  epoch 2"),
+        ({"max_steps": 20, "max_epochs": 3}, {"epoch_steps": 10}, "step 5/20  2 ranks  epoch 0"),
+        ({"max_steps": 40, "max_epochs": 3}, {"epoch_steps": 10}, "step 5/30  2 ranks  epoch 0"),
+        ({"max_steps": None, "max_epochs": 3}, {}, "step 5  2 ranks"),
+        ({"max_steps": 4}, {}, "step 5/5  2 ranks"),
     ],
 )
 def test_the_total(tmp_path: Path, run: dict[str, Any], more: dict[str, Any], start: str) -> None:
@@ -277,7 +277,7 @@ def test_the_bar_stays_below_what_the_user_prints(width: int) -> None:
     assert len(bar) <= width
     if width == 100:
         assert bar.startswith("━━━━━━━━")
-        assert bar.endswith("samples/s  acc 0.75")
+        assert bar.endswith("samples/s  2 ranks  acc 0.75")
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])

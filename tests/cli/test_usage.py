@@ -199,7 +199,13 @@ def test_config_environment_and_command_line(here: Path, jobs: list[Job], monkey
     content += "set: {dim: 4, lr: 1e-3}\ncallback: [ema]\n"
     (here / "c.yaml").write_text(content)
     job = passes(jobs, "net.py", "--config", "c.yaml")
-    assert dict(job.trainer) == {"max_steps": 10, "log_every": 7, "mesh": "dp_shard=2", "callbacks": ["ema"]}
+    assert dict(job.trainer) == {
+        "max_steps": 10,
+        "log_every": 7,
+        "mesh": "dp_shard=2",
+        "callbacks": ["ema"],
+        "loggers": [],
+    }
     assert job.settings == {"dim": 4, "lr": "1e-3"}
     assert job.num_workers == 2
 
@@ -228,7 +234,7 @@ def test_defaults(here: Path, jobs: list[Job]) -> None:
     before = tree(here)
     job = passes(jobs, "net.py:Net", "--max-epochs", "2")
     assert (job.run_dir, job.min_nodes, job.max_nodes, job.num_workers) == ("runs/net", 1, 1, None)
-    assert (job.max_restarts, job.grace, job.trainer) == (3, 600.0, {"max_epochs": 2, "callbacks": []})
+    assert (job.max_restarts, job.grace, job.trainer) == (3, 600.0, {"max_epochs": 2, "callbacks": [], "loggers": []})
     assert passes(jobs, "plain.py", "--", "--lr", "3").script_args == ["--lr", "3"]
     assert passes(jobs, "net.py", "--run-dir", "old", "--resume", "old", "--max-steps", "3").run_dir == "old"
     assert tree(here) == before, "looking leaves nothing behind"

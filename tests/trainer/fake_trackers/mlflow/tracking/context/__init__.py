@@ -1,0 +1,1 @@
+from mlflow.tracking.context import registry as registry

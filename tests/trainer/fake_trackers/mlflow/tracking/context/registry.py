@@ -1,0 +1,2 @@
+def resolve_tags(tags):
+    return tags

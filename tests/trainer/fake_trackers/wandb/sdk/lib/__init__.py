@@ -1,0 +1,2 @@
+class RunDisabled:
+    pass
