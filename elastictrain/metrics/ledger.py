@@ -81,7 +81,9 @@ class Ledger:
         """
         self._steps = step
         begins = {"steps": [step, step], "from": book.began, "to": book.began, "seconds": {}}
-        return [self.note("node", time=time.time(), reached=reached, **about), self.note("time", **begins)]
+        lines = [self.note("node", time=time.time(), reached=reached, **about), self.note("time", **begins)]
+        self._courier.flush()  # a node that dies at once was there, too
+        return lines
 
     def note(self, event: str, **values: Any) -> Line:
         """Write something in the background."""

@@ -15,6 +15,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastictrain import CheckpointConfig, Trainer
 from elastictrain.elastic import rendezvous
+from elastictrain.metrics.ledger import read_ledger
+from elastictrain.reports.facts import facts, read_report
+from elastictrain.reports.page import page
+from elastictrain.rundir import RunDir
 from tests.checkpoint.nodes import is_running, wait_until
 from tests.cli.net_task import Net
 from tests.cli.test_run import Command, logged
@@ -118,6 +122,7 @@ def test_a_killed_node_gets_its_state_from_its_buddy(
     assert agent == two.pid
     keeper = keeper_of(two.pid)
     assert keeper is not None and keeper != keeper_of(one.pid)
+    wait_until(lambda: len([line for line in read_ledger(RunDir(tmp_path / "run")) if line["event"] == "node"]) == 2)
     for pid in (two.pid, keeper):
         os.kill(pid, signal.SIGKILL)
     assert two.wait() == -signal.SIGKILL
@@ -127,6 +132,14 @@ def test_a_killed_node_gets_its_state_from_its_buddy(
     resumed = re.search(r"resumed: from step (\d+) \(the snapshot of step \1 in memory\)", one.text + again.text)
     assert resumed is not None and int(resumed[1]) >= step, one.text + again.text
     check(tmp_path, uninterrupted)
+    told = read_report(RunDir(tmp_path / "run"))
+    one_row, other_row = told.timeline.rows
+    assert {stretch.node.rpartition("-")[2] for stretch in one_row.stretches} == {str(one.pid)}
+    assert {stretch.node.rpartition("-")[2] for stretch in other_row.stretches} == {str(two.pid), str(again.pid)}
+    assert told.timeline.starts[1].text.endswith("started again"), "the same node, by its name"
+    assert told.status["state"] == "finished" and len(told.status["nodes"]) == 2
+    assert [one["lost_steps"] for one in told.status["recoveries"]] == [12 - int(resumed[1])]
+    assert "2 on 2 nodes" in dict(facts(told))["ranks"] and page(told).count('class="m-recovery"') == 1
 
 
 def test_without_a_keeper_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from elastictrain.cli.main import _main
 from elastictrain.metrics.goodput import goodput, stretches
 from elastictrain.metrics.ledger import read_ledger
+from elastictrain.reports.facts import read_report, waterfall
 from elastictrain.rundir import RunDir
 from tests.cli.test_run import NET, Command, logged
 
@@ -50,6 +51,11 @@ def test_a_killed_worker_and_what_it_cost(tmp_path: Path, capsys: pytest.Capture
     assert account.seconds["productive"] >= 0.1 * 24, "and so does each that counts"
     assert {"startup", "detect", "rebuild", "checkpoint"} <= lost.keys()
     assert [len(node["workers"]) for node in found["nodes"]] == [2]
+    report = read_report(RunDir(tmp_path / "r"))
+    assert waterfall(report.account)[0][0] == "productive" and len(report.timeline.rows) == 1
+    assert [one["lost_steps"] for one in report.status["recoveries"]] == [recovery["lost_steps"]]
+    assert report.losses["train/loss"].steps.tolist() == list(range(1, 26)), "each step once"
+    assert [(one.step, one.is_there) for one in report.checkpoints if one.step == 25] == [(25, True)]
     logged_recovery = [
         row["elastic/recovery_seconds"] for row in logged(tmp_path / "r") if "elastic/recovery_seconds" in row
     ]

@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -313,7 +314,13 @@ def test_a_hundred_thousand_steps_in_a_moment(tmp_path: Path) -> None:
     elastictrain_command("report", tmp_path / "run", "--output", output)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert 0 < spent < 5.0 and os.path.getsize(output) < 5_000_000
+    size = os.path.getsize(output)
+    began = time.process_time()
+    for record in made.records:
+        json.loads(record)
+    least = time.process_time() - began  # what nobody can do without
+    print(f"{len(made.records)} records, {len(events)} events: {spent:.1f} s of a processor, {size / 1e6:.1f} MB")
+    assert 0 < spent < max(5.0, 6 * least) and size < 5_000_000, "5 s, or more where the processor is a slow one"
     text = output.read_text()
     document = Document(text)
     (data,) = [text for text in document.texts if text.startswith("[{")]
