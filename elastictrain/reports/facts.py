@@ -26,6 +26,7 @@ from elastictrain.rundir import RunDir
 
 _CHECKPOINTS = "checkpoints"
 _MAX_CURVES = 6  # in one chart
+_MAX_QUALITY = 3  # charts
 
 
 @dataclass(frozen=True)
@@ -73,24 +74,36 @@ class Report:
 
     @property
     def losses(self) -> dict[str, Series]:
-        """The curves that a person looks for first."""
-        quality = [name for name in self.series if not name.startswith((*ABOUT_THE_RUN, "lr/"))]
-        names = [name for name in quality if "loss" in name] or quality
-        return {name: self.series[name] for name in sorted(names, key=_first_train)[:_MAX_CURVES]}
+        """The curves that a person looks for first; they have the same unit."""
+        names = sorted(
+            (name for name in self._quality() if "loss" in name), key=lambda name: ("train" not in name, name)
+        )
+        return {name: self.series[name] for name in names[:_MAX_CURVES]}
+
+    @property
+    def quality(self) -> dict[str, Series]:
+        """What else tells how well it goes, validation first; each has a unit of its own."""
+        names = sorted(
+            (name for name in self._quality() if "loss" not in name), key=lambda name: ("val" not in name, name)
+        )
+        return {name: self.series[name] for name in names[:_MAX_QUALITY]}
+
+    def _quality(self) -> list[str]:
+        return [name for name in self.series if not name.startswith((*ABOUT_THE_RUN, "lr/"))]
 
     @property
     def rates(self) -> dict[str, Series]:
-        names = ("throughput/samples_per_second", "throughput/tokens_per_second")
-        return {name: self.series[name] for name in names if name in self.series}
+        """How fast it goes, in tokens where there are any."""
+        for name in ("throughput/tokens_per_second", "throughput/samples_per_second"):
+            if name in self.series:
+                return {name: self.series[name]}
+        return {}
 
     @property
     def others(self) -> dict[str, Series]:
-        shown = {*self.losses, *self.rates}
+        """What has no curve of its own."""
+        shown = {*self.losses, *self.quality, *self.rates}
         return {name: series for name, series in sorted(self.series.items()) if name not in shown}
-
-
-def _first_train(name: str) -> tuple[bool, str]:
-    return "train" not in name, name
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -186,7 +199,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     rows.append(
         ("starts", f"{len(run.starts)}, of them {failures} after a failure" if failures else f"{len(run.starts)}")
     )
-    for name, series in report.losses.items():
+    for name, series in [*report.losses.items(), *report.quality.items()]:
         rows.append((name, in_words(series)))
     rows.append(("run directory", report.url))
     return rows + _what(report.about)

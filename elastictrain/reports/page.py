@@ -33,8 +33,9 @@ def page(report: Report) -> str:
     charts: list[dict[str, Any]] = []
     body = [
         *_head(report),
-        *_curves(report, "Loss", report.losses, charts, is_rate=False),
-        *_curves(report, "Throughput", report.rates, charts, is_rate=True),
+        *_curves(report, "Loss", [report.losses], charts),
+        *(_curves(report, "Quality", _each(report.quality), charts) if report.quality else []),
+        *_curves(report, "Throughput", _each(report.rates), charts, from_zero=True),
         *_account(report),
         *_nodes(report),
         *_recoveries(report),
@@ -83,25 +84,34 @@ def _head(report: Report) -> Iterable[str]:
         figures.append(("goodput", format_percent(report.account.percent)))
     figures.append(("ranks", str(found["world_size"])))
     figures.append(("recoveries", str(len(found["recoveries"]))))
-    for name, series in [*report.losses.items()][:2]:
+    for name, series in [*report.losses.items(), *report.quality.items()][:2]:
         good = series.finite.values
         figures.append((name, format_value(float(good[-1])) if len(good) else "not finite"))
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
     yield f'<dl class="figures">{cells}</dl>\n</header>'
 
 
+def _each(series: Mapping[str, Series]) -> list[dict[str, Series]]:
+    """In a chart of its own."""
+    return [{name: one} for name, one in series.items()]
+
+
 def _curves(
-    report: Report, title: str, series: Mapping[str, Series], charts: list[dict[str, Any]], *, is_rate: bool
+    report: Report,
+    title: str,
+    groups: Sequence[Mapping[str, Series]],
+    charts: list[dict[str, Any]],
+    *,
+    from_zero: bool = False,
 ) -> Iterable[str]:
-    drawn = {name: one for name, one in series.items() if len(one.finite.steps)}
+    """A section with a chart for each group."""
+    drawn = [{name: one for name, one in group.items() if len(one.finite.steps)} for group in groups]
     yield f"<section>\n<h2>{title}</h2>"
-    if not drawn:
-        yield '<p class="soft">Nothing finite was logged yet.</p>\n</section>'
-        return
-    together = [{name: one} for name, one in drawn.items()] if is_rate else [drawn]  # units of rates differ
+    if not any(drawn):
+        yield '<p class="soft">Nothing finite was logged yet.</p>'
     starts = [(mark.generation, mark.step or 0) for mark in report.timeline.starts[1:]]
-    for some in together:
-        svg, data = chart(some, starts=starts, from_zero=is_rate)
+    for some in filter(None, drawn):
+        svg, data = chart(some, starts=starts, from_zero=from_zero)
         charts.append(data)
         keys = "".join(
             f'<li><span class="key k{number}"></span>{escape(name)}: {escape(in_words(one))}</li>'
@@ -109,7 +119,7 @@ def _curves(
         )
         readout = '<p class="readout soft" aria-live="polite"></p>'
         yield f'<figure><ul class="legend">{keys}</ul>{svg}{readout}</figure>'
-    if not is_rate:
+    if title == "Loss" and any(drawn):
         yield (
             '<p class="note">Over finished steps. A line is the mean of its part of the steps, the band behind it reaches'
             " from the lowest to the highest value there. Dashed: a later start of the run.</p>"

@@ -86,7 +86,7 @@ def _draw(report: Report, console: Console) -> None:
     console.print(grid)
     if (damage := damage_in_words(report)) is not None:
         console.print(Text(damage, style="yellow"))
-    for name, series in [*report.losses.items(), *report.rates.items()]:
+    for name, series in [*report.losses.items(), *report.quality.items(), *report.rates.items()]:
         if len(series.finite.steps) > 1:
             _title(console, f"{name}: {in_words(series)}")
             console.print(_curve(series, width=min(console.width, 110)))

@@ -159,6 +159,20 @@ def test_runs_in_every_state(tmp_path: Path, outcome: str | None, age: float, to
     assert told in printed(report)
 
 
+def test_what_a_task_logs_has_charts(tmp_path: Path) -> None:
+    """Losses share one; other values have one each, validation first; the rest is in the table."""
+    made = Made(tmp_path).run(NODES, until=50)
+    for name in ("train/accuracy", "aaa", "bbb", "val/bpb", "goodput/percent"):
+        for _ in range(3):
+            made.step += 1
+            made.log(**{name: float(made.step)})
+    report = read_report(RunDir(made.write()))
+    (data,) = [text for text in Document(page(report)).texts if text.startswith("[{")]
+    names = [[one["name"] for one in chart["series"]] for chart in json.loads(data)]
+    assert names == [["train/loss", "val/loss"], ["val/bpb"], ["aaa"], ["bbb"], ["throughput/samples_per_second"]]
+    assert list(report.others) == ["goodput/percent", "lr/sgd", "train/accuracy"]
+
+
 def test_a_run_that_has_only_just_begun(tmp_path: Path) -> None:
     """One that was killed before its first step, too."""
     start = {"event": "start", "generation": 0, "time": BEGAN, "step": 0, "world_size": 1}
