@@ -62,6 +62,7 @@ class Lives:
         else:
             self.problem = next(filter(None, map(why_not, loaders)), None) or self._keep(things)
         _has_trained = True
+        gc.freeze()  # what is there by now stays: begin_again() need not look at it
 
     def _keep(self, things: Sequence[Any]) -> str | None:
         try:
