@@ -75,6 +75,7 @@ class Evaluator:
         takes_index = num_parameters(getattr(s.task, step)) > 1
         s.dataloader_idx = dataloader_idx
         for turn in loader.rounds():
+            s.membership.beat()
             s.somebody_idles = turn.num_batches < s.mesh.dp_size
             number = s.rounds.get(dataloader_idx or 0, 0)
             s.rounds[dataloader_idx or 0] = number + 1

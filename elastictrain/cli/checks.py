@@ -67,6 +67,7 @@ class Job:
     local_addr: str | None
     max_restarts: int
     num_spares: int | None
+    stall_seconds: float
     grace: float
     full_traceback: bool
     metrics: tuple[str, int] | None = None
@@ -115,6 +116,7 @@ def prepare(
         local_addr=options["local_addr"],
         max_restarts=options["max_restarts"],
         num_spares=options["spares"],
+        stall_seconds=options["stall_after"],
         grace=options["grace"],
         full_traceback=options["full_traceback"],
         metrics=None if options["metrics_port"] is None else (options["metrics_host"], options["metrics_port"]),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import sys
 
 import torch
 
 from elastictrain.cli.checks import Job, check_world, newest_checkpoint
-from elastictrain.elastic.agent import Agent, AgentConfig, Outcome
+from elastictrain.elastic.agent import Agent
+from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.membership import StopReason
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, NodesRendezvous
 from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
@@ -31,10 +33,11 @@ def launch(job: Job) -> int:
         check_world(job)
     assert job.num_workers is not None
     config = AgentConfig(
-        WORKER,
+        [*WORKER, json.dumps(dataclasses.asdict(job.target))],
         local_world_size=job.num_workers,
         max_restarts=job.max_restarts,
         num_spares=_num_spares(job),
+        stall_seconds=job.stall_seconds,
         grace=job.grace,
         target=job.target.recorded,
         settings=dict(job.settings),

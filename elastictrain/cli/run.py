@@ -60,6 +60,13 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     " [1; 0 with one worker on one node]",
 )
 @option(
+    "--stall-after",
+    type=click.FloatRange(min=0),
+    default=900.0,
+    metavar="SECONDS",
+    help="Without a step, or a batch of an evaluation, for so long, workers are taken to hang; 0: never. [900]",
+)
+@option(
     "--grace",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,

@@ -7,7 +7,9 @@ into a report for the agent, which shows it once; nothing is printed here. Exit 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import runpy
@@ -18,6 +20,7 @@ from typing import Any
 from elastictrain.cli.target import Target, load_class
 from elastictrain.elastic.membership import AgentMembership, current
 from elastictrain.elastic.report import guarded
+from elastictrain.elastic.stalls import STACKS
 from elastictrain.errors import EXIT_USAGE
 
 
@@ -26,6 +29,7 @@ def main() -> int:
     if not isinstance(mine, AgentMembership):
         print("elastictrain: error: workers are started by `elastictrain run TARGET`", file=sys.stderr)
         return EXIT_USAGE
+    faulthandler.register(STACKS)
     try:
         return _work(mine)
     finally:
@@ -37,6 +41,13 @@ def _warm_up() -> None:
     from elastictrain import warmup
 
     warmup.warm_up()
+    target = Target(**json.loads(sys.argv[1]))
+    if target.cls is not None:
+        with contextlib.suppress(Exception):  # whatever it is, it is raised again once there is somebody to tell
+            _classes.append(load_class(target))
+
+
+_classes: list[type[Any]] = []  # the target's, where a spare has loaded it
 
 
 def _work(mine: AgentMembership) -> int:
@@ -61,7 +72,7 @@ def _load(mine: AgentMembership, target: Target, job: dict[str, Any]) -> Callabl
     from elastictrain.data.randomness import seed_slot
     from elastictrain.data.slots import named_seed
 
-    cls = load_class(target)
+    cls = _classes[0] if _classes else load_class(target)
     values = Signature.of(cls).convert(mine.settings)
     mine.settings = {key: _plain(value) for key, value in values.items()}
     options = dict(job["trainer"])

@@ -24,8 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -39,19 +38,21 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.utils.store import barrier
 
+from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.causes import find_cause
 from elastictrain.elastic.cells import LOST as LOST_OTHERS
 from elastictrain.elastic.cells import Cells, Phase, StopReason
 from elastictrain.elastic.crew import Crew
 from elastictrain.elastic.keepers import Keepers
-from elastictrain.elastic.line import Place
-from elastictrain.elastic.membership import EXIT_INTERRUPTED, Assignment
+from elastictrain.elastic.line import Assignment, Place
+from elastictrain.elastic.membership import EXIT_INTERRUPTED
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import place_environment, worker_environment
 from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
+from elastictrain.elastic.stalls import Stalls
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
 from elastictrain.metrics.published import Published
 
@@ -61,58 +62,6 @@ NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted
 NODES_CHANGED = "nodes came or went"
 LOST = "what is newer than the newest checkpoint or snapshot is lost"
 ALL_LOST = "what is newer than the newest checkpoint is lost"  # the run is over, and its keepers with it
-
-
-@dataclass(frozen=True)
-class AgentConfig:
-    """What an agent runs.
-
-    Args:
-        command: the worker's command line.
-        local_world_size: workers on this node.
-        max_restarts: restarts without progress before the run fails.
-        grace: seconds that workers get to come to a boundary and save when they are asked to stop.
-        kill_after: seconds between SIGTERM and SIGKILL for the workers of a generation that is over.
-        exit_within: seconds that a worker may take to exit after it has reported an error.
-        settle: seconds to wait for a better explanation when a worker only says that it lost the others.
-        tick: seconds between two looks.
-        num_spares: processes that have imported everything and wait for a worker's place.
-        target, settings, node, job: handed to the workers, see :class:`~elastictrain.elastic.membership.Assignment`.
-        started: when the command began, seconds since the epoch; None: when the agent is made.
-    """
-
-    command: Sequence[str]
-    local_world_size: int = 1
-    max_restarts: int = 3
-    grace: float = 600.0
-    kill_after: float = 2.0
-    exit_within: float = 5.0
-    settle: float = 2.0
-    tick: float = 0.02
-    num_spares: int = 0
-    target: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    node: str | None = None
-    job: dict[str, Any] = field(default_factory=dict)
-    started: float | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended on this node.
-
-    Args:
-        code: exit code, see :mod:`elastictrain.errors`; 130 after a second Ctrl-C.
-        step: most finished steps that any worker here has reached; -1 if none began to train.
-        report: the error to show, if that is why it ended.
-        message: one line for the person, where there is no report.
-    """
-
-    code: int
-    step: int
-    reason: StopReason | None = None
-    report: Report | None = None
-    message: str = ""
 
 
 Group = Any  # torch's WorkerGroup, whose fields are declared None
@@ -253,6 +202,7 @@ class Agent(SimpleElasticAgent):
         self._failure = ""
         self._history["nodes"] = num_nodes
         self._hanging = {}
+        self._stalls = Stalls(self._config.stall_seconds)
         places = []
         for worker in worker_group.workers:
             environment = place_environment(
@@ -286,6 +236,9 @@ class Agent(SimpleElasticAgent):
         if has_died or any(view[LOST_OTHERS] for view in self._cells.views) or self._find_hanging():
             is_ours = self._after_failure(worker_group, self._cells)
             return RunResult(WorkerState.UNHEALTHY if is_ours else WorkerState.HEALTHY)
+        if (stall := self._stalls.look(self._cells, workers)) is not None:
+            self._failed(stall, Failure(max(self._cells.steps())), self._cells)
+            return RunResult(WorkerState.UNHEALTHY)
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._end_generation(seconds=0)
             late = f"the workers did not stop within {self._config.grace:g} s and were killed: {LOST}"
@@ -348,21 +301,26 @@ class Agent(SimpleElasticAgent):
         cause, pid = found
         where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
         raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
-        line = self._failure = f"worker rank {cause.rank} (pid {pid}) {raised}{where}"
-        shown = cause if cause.kind != "died" else None
         if cause.kind == "usage":
             raise _End(Outcome(EXIT_USAGE, self._furthest, report=cause))
+        signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
+        failure = Failure(cause.step, signature, cause.retry)
+        shown = cause if cause.kind != "died" else None
+        self._failed(f"worker rank {cause.rank} (pid {pid}) {raised}{where}", failure, cells, shown=shown)
+        return True
+
+    def _failed(self, line: str, failure: Failure, cells: Cells, *, shown: Report | None = None) -> None:
+        """Account for it. Raises to end the run."""
+        self._failure = line
         if self._reason is not None or self._agreement_reason() is not None:
             line = f"{line} while stopping: {LOST}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, shown, line))
-        signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
-        if not self._budget.may_restart(Failure(cause.step, signature, cause.retry), reached=max(cells.steps())):
+        if not self._budget.may_restart(failure, reached=max(cells.steps())):
             if self._budget.repeated:
                 line = f"{line}, as before its restart"
-            elif self._budget.used >= self._config.max_restarts > 0 and cause.retry:
+            elif self._budget.used >= self._config.max_restarts > 0 and failure.retry:
                 line = f"{line}; {self._budget.used} restarts made no progress"
             raise _End(Outcome(EXIT_FAILED, self._furthest, report=shown, message=line))
-        return True
 
     def _them(self, num_living: int) -> str:
         count = self._config.local_world_size

@@ -16,6 +16,7 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
 | ``LIVES`` | worker | 1: the worker can go on in the next generation, see :mod:`elastictrain.lives` |
 | ``LOST`` | worker | 1: the worker has lost the others, and waits to hear what comes next |
+| ``BEATS`` | worker | grows with what it does between boundaries |
 
 A missing or short file is an ``OSError`` or ``ValueError`` from the constructor.
 """
@@ -26,7 +27,7 @@ import mmap
 from enum import IntEnum, StrEnum
 
 WORDS = 16  # whole cache lines per worker: no false sharing
-PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER, LIVES, LOST = range(10)
+PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER, LIVES, LOST, BEATS = range(11)
 
 
 class StopReason(StrEnum):
@@ -84,6 +85,10 @@ class Cells:
 
     def phases(self) -> list[Phase]:
         return [Phase(view[PHASE]) for view in self.views]
+
+    def progress(self) -> tuple[int, ...]:
+        """Equal as long as no worker has done anything."""
+        return tuple(view[word] for view in self.views for word in (PHASE, STEP, BEATS))
 
     def asked(self) -> StopReason | None:
         """The reason for which any worker was asked to stop behind the agent's back."""

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,50 @@ class Place:
     generation: int
     assignment: str
     environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What an agent tells all workers of one generation on its node; the rank is in the environment.
+
+    Args:
+        agent_pid: the agent; a worker does not outlive it.
+        generation: 0 first.
+        cells: path of the shared cells.
+        reports: directory in which a worker leaves the report of its end.
+        target: what ``run.json`` records.
+        settings: the ``--set`` values.
+        node: this node's ``--local-addr``; None: it was given none.
+        job: whatever the worker command needs besides; JSON.
+        job_id: the same for all workers of all generations on all nodes of this run, and for no others.
+        history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
+            and was ``formed``; from the second generation on also when the one before ``ended``, the number of steps
+            that it had ``reached``, -1 for none, and of ``nodes`` that took part in it.
+        cause: why that one ended, in words.
+        publishes: workers leave the newest values beside this file, for whoever asks the agent.
+    """
+
+    agent_pid: int
+    generation: int
+    cells: str
+    reports: str
+    job_id: str = ""
+    target: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    node: str | None = None
+    job: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+    publishes: bool = False
+
+    def write(self, path: str) -> None:
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def read(cls, path: str) -> Assignment:
+        with open(path, encoding="utf-8") as file:
+            return cls(**json.load(file))
 
 
 class Speaker:

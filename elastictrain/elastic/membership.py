@@ -20,13 +20,13 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastictrain.elastic.cells import (
     ABORT,
     ACKED,
     ASKED,
+    BEATS,
     KEEPER,
     LIMIT,
     LIVES,
@@ -39,13 +39,13 @@ from elastictrain.elastic.cells import (
     one_cell,
     reason_of,
 )
-from elastictrain.elastic.line import Line, Place
+from elastictrain.elastic.line import Assignment, Line, Place
 from elastictrain.elastic.signals import Handlers, die_with
 from elastictrain.errors import GenerationOver, UsageError
 from elastictrain.machine import write_whole
 from elastictrain.metrics.published import file_of
 
-__all__ = ["AgentMembership", "Assignment", "EnvMembership", "Membership", "StopReason", "current"]
+__all__ = ["AgentMembership", "EnvMembership", "Membership", "StopReason", "current"]
 
 REQUEST, ANSWER = "keeper-request.json", "keeper.json"  # beside the assignment, in the agent's private directory
 EXIT_INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
@@ -53,50 +53,6 @@ SPARE_SECONDS = 0.5  # after which a worker without a place is a spare; others a
 SAME_KEYPRESS = 1.0  # seconds: torchrun passes a Ctrl-C on to workers that the terminal has already told
 
 _IMPORTED = uuid.uuid4().hex
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What an agent tells all workers of one generation on its node; the rank is in the environment.
-
-    Args:
-        agent_pid: the agent; a worker does not outlive it.
-        generation: 0 first.
-        cells: path of the shared cells.
-        reports: directory in which a worker leaves the report of its end.
-        target: what ``run.json`` records.
-        settings: the ``--set`` values.
-        node: this node's ``--local-addr``; None: it was given none.
-        job: whatever the worker command needs besides; JSON.
-        job_id: the same for all workers of all generations on all nodes of this run, and for no others.
-        history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
-            and was ``formed``; from the second generation on also when the one before ``ended``, the number of steps
-            that it had ``reached``, -1 for none, and of ``nodes`` that took part in it.
-        cause: why that one ended, in words.
-        publishes: workers leave the newest values beside this file, for whoever asks the agent.
-    """
-
-    agent_pid: int
-    generation: int
-    cells: str
-    reports: str
-    job_id: str = ""
-    target: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    node: str | None = None
-    job: dict[str, Any] = field(default_factory=dict)
-    history: dict[str, float] = field(default_factory=dict)
-    cause: str = ""
-    publishes: bool = False
-
-    def write(self, path: str) -> None:
-        with open(path, "x", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
-
-    @classmethod
-    def read(cls, path: str) -> Assignment:
-        with open(path, encoding="utf-8") as file:
-            return cls(**json.load(file))
 
 
 class Membership:
@@ -158,6 +114,9 @@ class Membership:
             The reason, on every rank at the same step; None: go on.
         """
         raise NotImplementedError
+
+    def beat(self) -> None:
+        """Something was done that is no boundary."""
 
     def ask_for_keeper(self, key: bytes, name: str) -> bool:
         """Have this node's agent see to it that there is a keeper of snapshots, now and whenever it should die.
@@ -293,6 +252,9 @@ class AgentMembership(Membership):
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.01)
         return self.stopped
+
+    def beat(self) -> None:
+        self._cell[BEATS] += 1
 
     def ask_for_keeper(self, key: bytes, name: str) -> bool:
         write_whole(self._keeper_path(REQUEST), {"key": key.hex(), "name": name})

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.cells import Cells, StopReason
-from elastictrain.elastic.line import Line, Place, Speaker
-from elastictrain.elastic.membership import AgentMembership, Assignment
+from elastictrain.elastic.line import Assignment, Line, Place, Speaker
+from elastictrain.elastic.membership import AgentMembership
 
 FORK = multiprocessing.get_context("fork")
 TOO_LONG = 20.0  # seconds for one round; a normal one takes under 0.1

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from elastictrain.elastic.agent import Agent, AgentConfig
+from elastictrain.elastic.agent import Agent
+from elastictrain.elastic.agent_config import AgentConfig
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, NodesRendezvous
 from tests.helpers import begin_fork, free_port

@@ -11,7 +11,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastictrain.elastic import agent as agents
-from elastictrain.elastic.agent import Agent, AgentConfig, Outcome
+from elastictrain.elastic.agent import Agent
+from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.membership import ANSWER, REQUEST, write_whole
 

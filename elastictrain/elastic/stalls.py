@@ -1,0 +1,57 @@
+"""Workers that live and make no progress: a hang, which this turns into a death.
+
+Progress is a boundary passed, or a batch of an evaluation done, by any worker of the node; ranks work in lockstep, so one
+that hangs stops them all. When nothing has moved for too long, every worker writes its stacks to stderr, and the generation
+is over. Those who only waited for another are let go, and live on; the one that hangs does not notice, and is killed in the
+end (:data:`elastictrain.elastic.crew.LET_GO_SECONDS`). A worker that was stopped and goes on in time is left alone.
+
+On failure: a step, or a batch, that takes longer than the limit is taken for a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from elastictrain.elastic.cells import Cells, Phase
+from elastictrain.elastic.processes import WorkerProcess
+
+STACKS = (
+    signal.SIGUSR2
+)  # a worker answers with the stacks of its threads, on stderr, also where it waits for a collective
+WRITE_SECONDS = 0.5  # for them to do so, before they are let go and are somewhere else
+
+
+class Stalls:
+    """Of one generation.
+
+    Args:
+        seconds: without progress; 0: any time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._seen: tuple[int, ...] = ()
+        self._since = time.monotonic()
+
+    def look(self, cells: Cells, workers: Sequence[WorkerProcess]) -> str | None:
+        """From the agent's loop. What has happened, in words, once it has; then stacks have been written."""
+        seen = cells.progress()
+        now = time.monotonic()
+        if seen != self._seen or Phase.RUNNING not in cells.phases():
+            self._seen, self._since = seen, now
+        stalled = now - self._since
+        if not self._seconds or stalled < self._seconds:
+            return None
+        for worker, phase in zip(workers, cells.phases(), strict=True):
+            if worker.poll() is None and phase == Phase.RUNNING:  # before that it does not know the signal
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, STACKS)
+        time.sleep(WRITE_SECONDS)
+        ranks = ", ".join(
+            f"rank {worker.rank} at step {step}" for worker, step in zip(workers, cells.steps(), strict=True)
+        )
+        return f"no worker has made progress for {stalled:.0f} s ({ranks})"

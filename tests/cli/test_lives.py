@@ -1,0 +1,130 @@
+"""Workers die at every moment of a run; the others keep their processes, and training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.lives_task import NUM_SAMPLES
+from tests.cli.test_run import Command, logged
+from tests.helpers import apart
+
+TASK = str(Path(__file__).with_name("lives_task.py"))
+STEPS = 18
+
+
+def command(folder: Path, *, deaths: str = "", early: bool = False, workers: int = 2, mesh: str = "auto") -> Command:
+    folder.mkdir(exist_ok=True)
+    options = ["--run-dir", str(folder / "run"), "--max-steps", str(STEPS), "--snapshot-every", "1", "--log-every", "1"]
+    options += ["--val-every", "6", "--micro-batch-size", "2", "--nproc-per-node", str(workers), "--mesh", mesh]
+    settings = [f"folder={folder}", f"early={early}", *([f"deaths={deaths}"] if deaths else [])]
+    return Command(folder, f"{TASK}:Lives", *options, *[part for one in settings for part in ("--set", one)])
+
+
+def curve(run_dir: Path) -> dict[int, dict[str, float]]:
+    """By step, what was logged there last."""
+    found: dict[int, dict[str, float]] = {}
+    for row in logged(run_dir):
+        for name in ("train/loss", "val/loss"):
+            if name in row:
+                found.setdefault(row["step"], {})[name] = row[name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("whole")
+    run = command(folder, workers=1)
+    assert run.wait() == 0, run.text
+    return curve(folder / "run")
+
+
+class Notes:
+    """What the workers have written down, by rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.states: dict[tuple[int, int], dict[int, str]] = {}  # (rank, step): {generation: digest}
+        self.pids: dict[int, list[int]] = {}  # by rank, one after another
+        self.samples: dict[tuple[int, int, int], list[int]] = {}  # (generation, step, rank)
+        for file in folder.glob("states-*"):
+            rank = int(file.name.split("-")[1])
+            for line in file.read_text().splitlines():
+                generation, step, pid, digest = line.split()
+                self.states.setdefault((rank, int(step)), {}).setdefault(int(generation), digest)
+                if int(pid) not in self.pids.setdefault(rank, []):
+                    self.pids[rank].append(int(pid))
+        for file in folder.glob("samples-*"):
+            rank = int(file.name.split("-")[1])
+            for line in file.read_text().splitlines():
+                generation, step, *samples = map(int, line.split())
+                self.samples.setdefault((generation, step, rank), []).extend(samples)
+
+    def check_samples(self, *, dp: int) -> None:
+        """What counts of a step is what the last generation that came there has done."""
+        used: Counter[int] = Counter()
+        for step in range(STEPS):
+            last = max(generation for generation, at, _ in self.samples if at == step)
+            shares = {
+                rank: sorted(s)
+                for (generation, at, rank), s in self.samples.items()
+                if (generation, at) == (last, step)
+            }
+            distinct = {tuple(share) for share in shares.values()}  # ranks of tp and pp have the same
+            assert len(distinct) == dp, shares
+            used.update(sample for share in distinct for sample in share)
+        assert used == dict.fromkeys(range(NUM_SAMPLES), STEPS * 8 // NUM_SAMPLES)
+
+    def check_states(self) -> int:
+        """A state that was restored is the one that was there; how many of them were compared."""
+        twice = {where: set(digests.values()) for where, digests in self.states.items() if len(digests) > 1}
+        assert all(len(digests) == 1 for digests in twice.values()), twice
+        return len(twice)
+
+
+def check_curve(folder: Path, uninterrupted: dict[int, dict[str, float]]) -> None:
+    found = curve(folder / "run")
+    assert sorted(found) == sorted(uninterrupted)
+    for step, values in uninterrupted.items():
+        for name, value in values.items():
+            assert apart(found[step][name], value) < 1e-6, (step, name)
+
+
+CASES = {
+    "dp_shard=2": (2, 2, "1:3:forward,0:6:backward,1:12:validation,0:14:optimizer"),
+    "tp=2": (2, 1, "1:3:backward,0:5:save,0:*:restore"),
+    "pp=2": (2, 1, "0:4:forward,1:8:backward"),
+    "dp_replicate=2,dp_shard=2": (4, 4, "3:4:optimizer,0:*:build"),
+    "pp=2,tp=2": (4, 1, "2:5:backward"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", CASES)
+def test_survivors_go_on_in_their_processes(
+    mesh: str, tmp_path: Path, uninterrupted: dict[int, dict[str, float]]
+) -> None:
+    workers, dp, deaths = CASES[mesh]
+    run = command(tmp_path, deaths=deaths, workers=workers, mesh=mesh)
+    assert run.wait() == 0, run.text
+    died = Counter(int(death.split(":")[0]) for death in deaths.split(","))
+    assert len(list(tmp_path.glob("death-*"))) == sum(died.values()), run.text
+    check_curve(tmp_path, uninterrupted)
+    notes = Notes(tmp_path)
+    if mesh != "pp=2" and mesh != "pp=2,tp=2":  # a pipeline gives its ranks no batches
+        notes.check_samples(dp=dp)
+        assert notes.check_states() >= 1
+        assert {rank: len(pids) for rank, pids in notes.pids.items()} == {r: 1 + died[r] for r in range(workers)}
+    found = recoveries(tmp_path / "run")
+    assert sum(one["lost_steps"] for one in found) == 0, "only the step in progress"
+
+
+def recoveries(run_dir: Path) -> list[dict[str, Any]]:
+    argv = [sys.executable, "-m", "elastictrain", "status", str(run_dir), "--json"]
+    found: list[dict[str, Any]] = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)["recoveries"]
+    return found
