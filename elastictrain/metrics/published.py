@@ -1,7 +1,7 @@
 """The newest values of a node's workers, on their way to whoever asks its agent.
 
-On log steps a worker leaves what was logged in a cell; a thread writes it to a small file beside the assignment, each time a
-whole new one, and skips what is overtaken meanwhile. The agent reads these files when it is asked, and when a generation
+On log steps a worker hands on what was logged; a thread writes the last value of every name to a small file beside the
+assignment, each time a whole new one. The agent reads these files when it is asked, and when a generation
 ends, so that it has something to tell while workers start again.
 
 On failure: a file that cannot be written or read is passed over; the values before it stay.
@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class Publisher:
 
     def __init__(self, path: str, *, rank: int) -> None:
         self._path, self._rank = path, rank
-        self._newest: dict[str, Any] | None = None
+        self._waiting: deque[tuple[float, int, Mapping[str, Any], Mapping[str, Any]]] = deque()
         self._there = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="elastictrain-published", daemon=True)
@@ -46,7 +47,7 @@ class Publisher:
 
     def put(self, step: int, *, run: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Values by name: those of the run, on rank 0, and those that callbacks have of this rank. They are kept."""
-        self._newest = {"rank": self._rank, "time": time.time(), "step": step, "run": run, "own": own}
+        self._waiting.append((time.time(), step, run, own))
         self._there.set()
 
     def close(self) -> None:
@@ -56,17 +57,19 @@ class Publisher:
         self._thread.join(_CLOSING)
 
     def _run(self) -> None:
-        while True:
+        values: dict[str, dict[str, float]] = {"run": {}, "own": {}}
+        about: dict[str, Any] = {"rank": self._rank}
+        while not self._is_closed or self._waiting:
             self._there.wait()
             self._there.clear()
-            newest, self._newest = self._newest, None
-            if newest is not None:
-                about = {"run": False, "own": True}
-                part = {key: _numbers(newest[key], of_a_rank=of) for key, of in about.items()}
+            has_news = bool(self._waiting)
+            while self._waiting:
+                about["time"], about["step"], run, own = self._waiting.popleft()
+                values["run"] |= _numbers(run, of_a_rank=False)
+                values["own"] |= _numbers(own, of_a_rank=True)
+            if has_news:
                 with contextlib.suppress(OSError):  # the generation is over, or the disk is full
-                    write_whole(self._path, {**newest, **part})
-            elif self._is_closed:
-                return
+                    write_whole(self._path, {**about, **values})
 
 
 def _numbers(values: Mapping[str, Any], *, of_a_rank: bool) -> dict[str, float]:
