@@ -32,7 +32,7 @@ import json
 import logging
 import posixpath
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from elastictrain.metrics import condensed
@@ -216,6 +216,11 @@ def is_sound(line: Line) -> bool:
     if not all(is_one(line.get(name)) for name, is_one in _FIELDS.get(event, {}).items()):
         return False
     return event != "time" or (line["from"] <= line["to"] and all(_is_count(line.get(n, 0)) for n in _USED))
+
+
+def is_change(line: Mapping[str, Any]) -> bool:
+    """Whether it tells of a change of who trains: a recovery, or another event that says as much as one."""
+    return "time" in line and is_sound({**line, "event": "recovery"})
 
 
 def _is_count(value: Any) -> bool:

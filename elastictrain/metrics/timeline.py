@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from elastictrain.metrics.console import format_count, format_seconds
+from elastictrain.metrics.console import event_line, format_count, format_seconds
 from elastictrain.metrics.goodput import CAUSES, Stretch, stretches
+from elastictrain.metrics.ledger import is_change
 
 # Useful time is blue and what failures cost is red to orange: that holds for people who see no difference of red and green.
 COLORS = {
@@ -61,8 +62,8 @@ class Mark:
     """Something that happened at one moment.
 
     Args:
-        kind: "start", "end", "recovery", "checkpoint", or another event of the ledger.
-        time: seconds since the epoch; of a recovery, when the failure was.
+        kind: "start", "end", "recovery", "checkpoint", or what else the ledger calls an event.
+        time: seconds since the epoch; of a recovery, and what is like one, when training stopped.
         text: one line for a person.
     """
 
@@ -188,10 +189,8 @@ def _marks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
             text = line["outcome"]
         elif event == "checkpoint":
             text = f"saved in {format_seconds(line['seconds'])}, {format_count(line['num_bytes'])}B"
-        elif event == "recovery":
-            took = line["seconds"]["total"]
-            time, step = time - took, line["from_step"]
-            text = f"{line['cause']}; {line['lost_steps']} steps done again, {format_seconds(took)}"
+        elif is_change(line):
+            time, step, text = time - line["seconds"]["total"], line["from_step"], event_line(line)
         else:
             about = {k: v for k, v in line.items() if k not in ("event", "generation", "node", "time", "step")}
             text = ", ".join(str(v) if k == "text" else f"{k} {v}" for k, v in about.items())

@@ -54,6 +54,8 @@ class Report:
         url: of the run directory.
         about: ``run.json``; empty where that cannot be read.
         status: as ``elastictrain status --json`` has it.
+        changes: lines of the ledger about recoveries and what is like one, see
+            :func:`~elastictrain.metrics.ledger.is_change`; in order of time.
         num_damaged: lines that were passed over, by folder, where there were any.
         now: seconds since the epoch.
     """
@@ -63,6 +65,7 @@ class Report:
     status: Mapping[str, Any]
     timeline: Timeline
     account: Goodput
+    changes: tuple[Line, ...]
     series: Mapping[str, Series]
     checkpoints: tuple[Checkpoint, ...]
     num_damaged: Mapping[str, int]
@@ -134,6 +137,7 @@ def read_report(run_dir: RunDir, *, now: float | None = None) -> Report:
         status=status(lines, now=now, account=account),
         timeline=run,
         account=account,
+        changes=tuple(sorted(filter(ledger.is_change, lines), key=lambda line: line["time"])),
         series=series,
         checkpoints=tuple(_checkpoints(lines, _committed(run_dir), run_dir)),
         num_damaged={name: count for name, count in damaged.items() if count},
@@ -231,6 +235,15 @@ def in_words(series: Series) -> str:
     text = format_value(float(last)) if len(good.values) == 1 else f"{format_value(first)} → {format_value(last)}"
     text += f" (lowest {format_value(good.values[best])} at step {good.steps[best]:.0f})"
     return text + (f", {series.num_not_finite} not finite" if series.num_not_finite else "")
+
+
+def who(change: Mapping[str, Any]) -> str:
+    """Who trains after a change: ``4 → 3 nodes, 6 ranks``; empty where the line does not say it."""
+    before, nodes, ranks = (change.get(name) for name in ("nodes_before", "nodes", "ranks"))
+    told = []
+    if nodes is not None and (nodes != 1 or before not in (None, 1)):
+        told.append(f"{before} → {nodes} nodes" if before not in (None, nodes) else f"{nodes} nodes")
+    return ", ".join([*told, *([f"{ranks} rank{'s' * (ranks != 1)}"] if ranks is not None else [])])
 
 
 def waterfall(account: Goodput) -> list[tuple[str, float, float]]:

@@ -20,7 +20,7 @@ from elastictrain.metrics.goodput import USEFUL
 from elastictrain.metrics.series import Series
 from elastictrain.metrics.timeline import COLORS
 from elastictrain.reports.chart import chart, sparkline
-from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall
+from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall, who
 from elastictrain.reports.gantt import gantt
 
 _MAX_ROWS = 200  # of a table; the newest
@@ -177,7 +177,7 @@ def _nodes(report: Report) -> Iterable[str]:
 
 
 def _recoveries(report: Report) -> Iterable[str]:
-    found = report.status["recoveries"]
+    found = report.changes
     yield "<section>\n<h2>Recoveries</h2>"
     if not found:
         yield '<p class="soft">None: nothing failed.</p>\n</section>'
@@ -186,13 +186,14 @@ def _recoveries(report: Report) -> Iterable[str]:
         [
             _after(report, one["time"] - one["seconds"]["total"]),
             escape(one["cause"]),
+            escape(who(one)),
             *(str(one[name]) for name in ("generation", "from_step", "resumed_step", "lost_steps")),
             *(format_seconds(one["seconds"][p]) if p in one["seconds"] else "" for p in _PHASES),
         ]
         for one in found
     ]
-    names = ["after", "cause", "generation", "at step", "went on at", "lost"]
-    yield from _table([*names, *(name.replace("_", " ") for name in _PHASES)], rows, text=(1,))
+    names = ["after", "cause", "goes on", "generation", "at step", "from step", "lost"]
+    yield from _table([*names, *(name.replace("_", " ") for name in _PHASES)], rows, text=(1, 2))
     yield '<p class="note">Lost: steps that were done again. Total: from the failure to the end of the next step.</p>'
     yield "</section>"
 

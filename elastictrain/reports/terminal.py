@@ -26,7 +26,7 @@ from elastictrain.metrics.picture import rows_to_draw
 from elastictrain.metrics.series import Series, thin
 from elastictrain.metrics.timeline import COLORS, columns
 from elastictrain.reports.chart import vertical
-from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall
+from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall, who
 
 _MAX_ROWS = 12  # of a table; the newest
 _MAX_NODES = 24
@@ -187,7 +187,7 @@ def _nodes(report: Report, *, width: int) -> Iterable[Text]:
 
 
 def _recoveries(report: Report, console: Console) -> None:
-    found = report.status["recoveries"]
+    found = report.changes
     if not found:
         return
     _title(console, "recoveries")
@@ -204,7 +204,13 @@ def _recoveries(report: Report, console: Console) -> None:
         )
         numbers = (str(one[name]) for name in ("generation", "from_step", "resumed_step", "lost_steps"))
         after = format_seconds(max(0.0, one["time"] - took["total"] - report.timeline.begin))
-        table.add_row(after, Text(one["cause"]), *numbers, format_seconds(took["total"]), phases)
+        table.add_row(
+            after,
+            Text(", ".join(filter(None, (one["cause"], who(one))))),
+            *numbers,
+            format_seconds(took["total"]),
+            phases,
+        )
     console.print(table)
     _left_out(len(found), console)
 

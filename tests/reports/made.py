@@ -38,6 +38,7 @@ class Made:
     now: float = BEGAN
     step: int = 0
     generation: int = -1
+    num_nodes: int = 0
     source: random.Random = field(default_factory=lambda: random.Random(0))
     events: list[dict[str, Any]] = field(default_factory=list)
     records: list[str] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Made:
     def run(self, nodes: list[str], *, until: int, resumed: int | None = None, cause: str = "") -> Made:
         """One more generation, up to ``until`` finished steps; ``resumed`` after a failure with that ``cause``."""
         self.generation += 1
-        reached, died = self.step, self.now
+        reached, died, before = self.step, self.now, self.num_nodes
         first = {node: node not in self.ends for node in nodes}
         self.step = reached if resumed is None else resumed
         phases = {"detect": 1.0, "rendezvous": 2.0, "rebuild": 4.0, "restore": 1.0}
@@ -56,17 +57,19 @@ class Made:
         for number, node in enumerate(nodes):
             begin = self.now - 8.0
             at = begin if first[node] else self.ends[node]
-            about = {"name": node.rpartition("-")[0], "host": "h", "agent_pid": 1000 + number}
+            member = {"name": node.rpartition("-")[0], "host": "h", "agent_pid": 1000 + number}
             workers = [{"rank": 2 * number + i, "pid": 2000 + 2 * number + i} for i in range(2)]
             known = -1 if first[node] else reached
-            self._note("node", node=node, time=self.now, reached=known, **about, workers=workers)
+            self._note("node", node=node, time=self.now, reached=known, **member, workers=workers)
             spent = {"startup": 8.0} if first[node] or resumed is None else phases
             self._note("time", node=node, steps=[self.step, self.step], **{"from": at, "to": at}, seconds={})
             self._account(node, at, self.now, [self.step, self.step], {**spent, "waiting": begin - at})
         if resumed is not None:
             seconds = {**phases, "first_step": self.step_seconds, "total": 8.0 + self.step_seconds}
-            about = {"from_step": reached, "resumed_step": resumed, "lost_steps": reached - resumed}
+            about: dict[str, Any] = {"from_step": reached, "resumed_step": resumed, "lost_steps": reached - resumed}
+            about |= {"ranks": 2 * len(nodes), "nodes": len(nodes), "nodes_before": before, "mesh": mesh}
             self._note("recovery", node=nodes[0], time=died + seconds["total"], cause=cause, **about, seconds=seconds)
+        self.num_nodes = len(nodes)
         while self.step < until:
             self._some_steps(nodes, min(self.account_every, until - self.step))
         return self

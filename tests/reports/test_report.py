@@ -113,7 +113,15 @@ def test_the_page_tells_everything_and_needs_nothing(report: Report) -> None:
     for cause in ("productive", "replayed", "detect", "rendezvous", "rebuild", "restore", "data", "startup"):
         assert len(document.of_class(f"c-{cause}")) >= 2, "in the table, and of a node"
     words = " ".join(document.texts)
-    for told in ("finished", "77.9%", "node-3 was killed by SIGKILL at step 137", "node-10", "1m16s", "step-00000400"):
+    for told in (
+        "finished",
+        "77.9%",
+        "node-3 was killed by SIGKILL at step 137",
+        "node-10",
+        "1m16s",
+        "4 → 3 nodes, 6 ranks",
+        "step-00000400",
+    ):
         assert told in words, told
     assert all(attrs.get("aria-label") for attrs in document.of_class("chart") + document.of_class("gantt"))
 
@@ -124,8 +132,8 @@ def test_the_terminal_tells_the_same(report: Report) -> None:
     for line in (
         "  goodput: 77.9% of 15m02s on all nodes",
         "  starts: 3, of them 1 after a failure",
-        "  event: 1m16s recovery of generation 1 at step 137: node-3 was killed by SIGKILL at step 137; 37 steps done"
-        " again, 8.5s",
+        "  event: 1m16s recovery of generation 1 at step 137: node-3 was killed by SIGKILL at step 137: 4 → 3 nodes,"
+        " mesh dp_replicate=6, paused 8.5 s, 37 steps lost",
     ):
         assert line in plain
     assert sum(line.startswith("  spent: ") for line in plain) == len(waterfall(report.account))
