@@ -267,7 +267,8 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequenc
     """Cells are HTML; columns other than those in ``text`` are numbers. Only the last rows of many are shown."""
     kinds = [' class="t"' if column in text else ' class="n"' for column in range(len(names))]
     heads = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds, strict=True))
-    yield f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>'
+    kind = "wide dense" if len(names) > 8 else "wide"
+    yield f'<div class="{kind}"><table><thead><tr>{heads}</tr></thead><tbody>'
     for row in rows[-_MAX_ROWS:]:
         yield "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
     yield "</tbody></table></div>"

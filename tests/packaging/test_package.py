@@ -132,7 +132,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert others == {f"elastictrain-{elastictrain.__version__}.dist-info"}
     rooms = {f"elastictrain/{file.relative_to(ROOT / 'elastictrain')}" for file in ROOT.glob("elastictrain/**/*.py")}
     callbacks = {f"elastictrain/callbacks/{file.name}" for file in ROOT.glob("callbacks/*.py")}
-    assert package == rooms | callbacks | {"elastictrain/py.typed"}
+    data = {"elastictrain/py.typed", "elastictrain/reports/page.css", "elastictrain/reports/page.js"}
+    assert package == rooms | callbacks | data
     assert all(files[name].file_size > 0 for name in package if name.startswith("elastictrain/callbacks/"))
     assert not any(files[name].external_attr >> 28 == 0o12 for name in files), "a symlink in the wheel"
     assert "License-Expression: Apache-2.0" in metadata

@@ -308,6 +308,7 @@ def test_a_run_on_an_object_store(s3_url: str, run: Path, tmp_path: Path) -> Non
     assert _main(["report", s3_url + "-not"]) == 2
 
 
+@pytest.mark.slow
 def test_many_nodes_and_many_starts_stay_small(tmp_path: Path) -> None:
     made = Made(tmp_path, account_every=50)
     for _ in range(12):
