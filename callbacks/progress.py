@@ -24,6 +24,7 @@ from elastictrain.callback import Callback, RunInfo, SaveInfo, StepInfo, Validat
 from elastictrain.errors import UsageError
 from elastictrain.metrics.console import (
     format_count,
+    format_percent,
     format_seconds,
     format_value,
     is_terminal,
@@ -172,9 +173,9 @@ class ProgressBar(Callback):
         if self._recent.tokens_per_second:
             pieces.append(f"{format_count(self._recent.tokens_per_second)} tokens/s")
         if (mfu := self._values.get("throughput/mfu")) is not None:
-            pieces.append(f"MFU {100 * mfu:.0f}%")
+            pieces.append(f"MFU {format_percent(100 * mfu)}")
         if (goodput := self._values.get("goodput/percent")) is not None:
-            pieces.append(f"goodput {goodput:.0f}%")
+            pieces.append(f"goodput {format_percent(goodput)}")
         if self._run is not None:
             ranks = f"{self._run.world_size} rank{'s' if self._run.world_size != 1 else ''}"
             pieces.append(ranks + (f" gen {self._run.generation}" if self._run.generation else ""))

@@ -51,6 +51,16 @@ def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines()
 
 
+def test_the_line_says_how_well_it_goes(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w") as out:
+        bar = ProgressBar(console=Console(file=out))
+        bar.on_generation_start(run_info()._replace(generation=2))
+        values = {"train/loss": 2.5, "throughput/mfu": 0.4126, "goodput/percent": 97.25}
+        bar.on_step_end(step_info(5, metrics=values))
+        bar.on_generation_end(run_info())
+    assert lines_of(tmp_path / "out") == ["step 5/100  loss 2.5  MFU 41.3%  goodput 97.2%  2 ranks gen 2"]
+
+
 # ---- plain lines ---------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import flop_registry
 
 from elastictrain import Callback, MeshConfig, Task, Trainer, UsageError
 from elastictrain.callback import RunInfo, StepInfo, Timings
@@ -375,23 +378,55 @@ def test_the_loaders_queue_is_told(tmp_path: Path) -> None:
     assert all(0 <= value <= 3 for value in queued.values())
 
 
+class LocalFlops(TorchDispatchMode):
+    """What this rank multiplies itself, also as its part of distributed tensors."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # and then it is asked again, about the local parts
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class Multiplied(Callback):
+    """FLOPs of the second step, as they are done."""
+
+    def __init__(self) -> None:
+        self.flops = LocalFlops()
+
+    def on_step_end(self, info: StepInfo) -> None:
+        if info.step == 1:
+            self.flops.__enter__()
+        if info.step == 2:
+            self.flops.__exit__(None, None, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [MeshConfig(tp=2), MeshConfig(pp=2), MeshConfig(dp_shard=2), MeshConfig(dp_replicate=2)]
 )
 def test_every_layout_reports_the_whole_models_flops(mesh: MeshConfig, tmp_path: Path) -> None:
+    """And that is what all ranks multiply together; MFU is its share of what both devices could do."""
     alone = flops_of(LM(num_layers=2))
     assert alone is not None
 
-    def train(rank: int, world_size: int) -> None:
-        Trainer(
-            run_dir=str(tmp_path), max_steps=4, global_batch_size=8, micro_batch_size=2, log_every=2, mesh=mesh
-        ).fit(LM(num_layers=2))
+    def train(rank: int, world_size: int) -> int:
+        counted, monitor = Multiplied(), ThroughputMonitor(peak_tflops=0.5)
+        options: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2, "log_every": 2}
+        Trainer(run_dir=str(tmp_path), mesh=mesh, callbacks=[monitor, counted], **options).fit(LM(num_layers=2))
+        return counted.flops.total
 
-    run_ranks(train, 2)
+    multiplied = run_ranks(train, 2)
+    attention = 12 * 2 * DIM * SEQ**2  # which torch does not count where it computes it on a CPU
+    assert min(multiplied) > 0 and sum(multiplied) / 8 == pytest.approx(alone - attention, rel=0.02)
     samples, tflops = (logged(tmp_path, f"throughput/{name}")[4] for name in ("samples_per_second", "tflops"))
     assert tflops * 1e12 / samples == pytest.approx(alone)
     assert logged(tmp_path, "throughput/tflops_per_device")[4] == pytest.approx(tflops / 2)
+    assert logged(tmp_path, "throughput/mfu")[4] == pytest.approx(tflops / (2 * 0.5))
     assert math.isfinite(logged(tmp_path, "time/communication")[4])
 
 

@@ -12,6 +12,7 @@ from elastictrain.metrics.console import (
     Final,
     Startup,
     evaluation_results,
+    event_line,
     final_summary,
     format_count,
     format_seconds,
@@ -178,3 +179,23 @@ def test_numbers() -> None:
     assert [format_seconds(v) for v in (0.04, 9.94, 9.96, 59.6, 192, 7500, 273_600)] == [
         "0.0s", "9.9s", "10s", "1m00s", "3m12s", "2h05m", "3d04h",
     ]  # fmt: skip
+
+
+EVENT = {"cause": "node-3 left with notice", "lost_steps": 0, "seconds": {"total": 0.41}, "mesh": "dp_shard=3"}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"nodes": 3, "nodes_before": 4, "ranks": 3}, "4 → 3 nodes, mesh dp_shard=3, paused 0.4 s, 0 steps lost"),
+        ({"nodes": 2, "nodes_before": 1, "ranks": 2}, "1 → 2 nodes, mesh dp_shard=3, paused 0.4 s, 0 steps lost"),
+        ({"nodes": 3, "nodes_before": 3, "ranks": 3}, "3 ranks, mesh dp_shard=3, paused 0.4 s, 0 steps lost"),
+        ({"nodes_before": None, "lost_steps": 1, "mesh": ""}, "paused 0.4 s, 1 step lost"),
+    ],
+)
+def test_a_change_of_who_trains_is_one_line(more: dict[str, Any], says: str) -> None:
+    assert event_line({**EVENT, **more}) == f"node-3 left with notice: {says}"
+
+
+def test_a_change_without_a_cause_in_words() -> None:
+    assert event_line({**EVENT, "cause": ""}).startswith("the run was stopped: mesh")
