@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 RUN_DIR ?= runs/byte_lm
 TEST_ARGS ?=
 
-.PHONY: train test test-fast lint docs clean
+.PHONY: train test test-fast lint docs browser screenshots clean
 
 ## train: a byte-level language model on two processes, a few minutes; Ctrl-C saves, and the same again goes on
 train: $(VENV)/.installed
@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 	    --max-steps 300 --global-batch-size 32 --micro-batch-size 16 --val-every 50 --checkpoint-every 50
 
 ## test: everything
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev browser
 	$(BIN)/python -m pytest -n 2 $(TEST_ARGS)
 
 ## test-fast: without the slow ones, under three minutes
@@ -33,6 +33,18 @@ lint: $(VENV)/.installed-dev
 ## docs: the pages of docs/, into site/
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict --quiet
+
+## browser: Chromium and its driver for tests/browser, where apt-get and root are there; without them these tests are skipped
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        chromium chromium-driver >/dev/null; } || echo "make: chromium cannot be installed: tests/browser is skipped" >&2; \
+	else echo "make: no chromium, and no apt-get as root to install it: tests/browser is skipped" >&2; fi
+
+## screenshots: the pictures of docs/images, from a run of a minute
+screenshots: $(VENV)/.installed-dev browser
+	ELASTICTRAIN_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/browser
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -97,6 +97,9 @@ class Announcer:
             s.recorder.flush(wait=10.0)
         if s.ledger is not None and s.ranks.is_main:
             s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
+        if s.ledger is not None and s.recorder is not None:
+            s.account_for_now()
+            s.ledger.flush(wait=10.0)
         if s.recorder is not None:
             s.recorder.close()  # what TensorBoard shows of the run last has its end
         info = s.info()

@@ -263,10 +263,7 @@ class Builder:
         if s.publisher is not None:
             s.publisher.close()
         if s.ledger is not None:
-            if s.accounts:
-                s.times.settle()
-                c = s.counters
-                s.ledger.account(s.times, step=c.step, samples=c.samples, tokens=c.tokens, now=True)
+            s.account_for_now()
             s.ledger.close()
         if self.resumption.manager is not None:
             self.resumption.manager.close()

@@ -174,6 +174,13 @@ class Session:
         """Does this rank keep its node's account of time?"""
         return self.membership.local_rank == 0
 
+    def account_for_now(self) -> None:
+        """Everything by now goes into this node's account, and that into the ledger, if there are any."""
+        if self.ledger is not None and self.accounts:
+            c = self.counters
+            self.times.settle()
+            self.ledger.account(self.times, step=c.step, samples=c.samples, tokens=c.tokens, now=True)
+
     @property
     def has_data(self) -> bool:
         """Is ``chosen`` there yet?"""

@@ -55,16 +55,14 @@ _ENDING = 5.0
 @click.option("--open/--no-open", "opens", default=True, help="Open it in a browser, where there is a desktop. [open]")
 def dashboard(run_dir: str, host: str, port: int | None, tab: str, x_axis: str, opens: bool) -> int:
     """Show RUN_DIR, a run or a folder of runs, in TensorBoard. Ctrl-C ends it."""
+    from elastictrain.cli.reading import reading
     from elastictrain.metrics.mirror import Board
-    from elastictrain.rundir import answering
 
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="elastictrain-dashboard-") as folder:
         view, output = Path(folder) / "runs", Path(folder) / "output"
         view.mkdir()
         board = Board(run_dir, view=view, cache=_cache(), by_samples=x_axis == "samples")
-        with answering(
-            lambda error, line: UsageError(f"{run_dir} cannot be read ({line}): check the path and credentials")
-        ):
+        with reading(run_dir):
             runs = board.update()
         if not runs:
             raise UsageError(f"{run_dir} holds no run: give a run's directory, or a folder of such")

@@ -106,6 +106,10 @@ class Ledger:
         self._steps = step
         self._courier.flush()
 
+    def flush(self, *, wait: float) -> None:
+        """Write what there is by now; wait so many seconds for it at most."""
+        self._courier.flush(wait=wait)
+
     def close(self) -> None:
         """Write what is left. Idempotent."""
         self._courier.close()
