@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -143,9 +143,7 @@ def join(
         )
     with making_groups():
         if _store is None:  # one per generation: its port cannot be bound a second time
-            if rank > 0:
-                _wait_for_store(timeout.total_seconds(), is_over)
-            _store, rank, world_size = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+            _store = _meet(rank, world_size, timeout, is_over)
     _num_groups += 1
     store = PrefixStore(f"elastictrain/{_num_groups}", _store)
     zones: Zones | None = None
@@ -166,6 +164,19 @@ def join(
         _leaves_at_exit = True
         atexit.register(lambda: leave(_joined) if _joined is not None else None)
     return _joined
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta, is_over: Callable[[], bool]) -> Store:
+    """The store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 keeps, or torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+        kept: Store = store
+        return kept
+    if rank > 0:
+        _wait_for_store(timeout.total_seconds(), is_over)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # rank 0 does not wait for the others here, where nothing could let it go
+    return TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
 
 
 def _wait_for_store(seconds: float, is_over: Callable[[], bool]) -> None:

@@ -80,7 +80,7 @@ class Lives(Task):
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         ends = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
-        ways = {"qkv": "colwise", "out": "rowwise", "up": "colwise", "down": "rowwise"}
+        ways = {"up": "colwise", "down": "rowwise"}
         return ends | {f"blocks.*.{name}": way for name, way in ways.items()}
 
     def train_dataset(self) -> Any:

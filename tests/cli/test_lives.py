@@ -121,7 +121,8 @@ def test_survivors_go_on_in_their_processes(
         assert notes.check_states() >= 1
         assert {rank: len(pids) for rank, pids in notes.pids.items()} == {r: 1 + died[r] for r in range(workers)}
     found = recoveries(tmp_path / "run")
-    assert sum(one["lost_steps"] for one in found) == 0, "only the step in progress"
+    lost = sum(one["lost_steps"] for one in found)
+    assert lost <= deaths.count("save"), "the step in progress is no loss, but a snapshot may be"
 
 
 def recoveries(run_dir: Path) -> list[dict[str, Any]]:
