@@ -8,6 +8,7 @@ On failure: a line that is cut or damaged is passed over and counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +96,8 @@ class _Columns:
     """Values by name, as they were written."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[Floats]] = {}  # (n, 4): number of the line, generation, step, value
+        self._tables: list[tuple[tuple[str, ...], Floats]] = []  # names of columns; before them, the lines' numbers
         self._num_lines = 0
-        self._first_step: dict[float, float] = {}  # by generation
 
     def add(self, lines: Sequence[Line]) -> int:
         """Take the lines of one object; how many were damaged."""
@@ -115,27 +115,22 @@ class _Columns:
                 numbers = sound
                 table = _table([lines[number] for number in numbers], keys)
                 assert table is not None
-            self._take(keys, np.array(numbers, np.float64) + self._num_lines, table)
+            order = np.array(numbers, np.float64) + self._num_lines
+            self._tables.append((keys, np.column_stack([order, table])))
         self._num_lines += len(lines)
         return num_damaged
 
-    def _take(self, keys: tuple[str, ...], numbers: Floats, table: Floats) -> None:
-        steps, generations = table[:, keys.index("step")], table[:, keys.index("generation")]
-        for generation in np.unique(generations).tolist():
-            first = float(steps[generations == generation].min())
-            self._first_step[generation] = min(first, self._first_step.get(generation, first))
-        for column, name in enumerate(keys):
-            if name not in FIELDS:
-                part = np.stack([numbers, generations, steps, table[:, column]], axis=1)
-                self._parts.setdefault(name, []).append(part)
-
     def series(self) -> dict[str, Series]:
-        limits, limit = {}, np.inf  # by generation, the step from which on a later one did all again
-        for generation in sorted(self._first_step, reverse=True):
-            limits[generation], limit = limit, min(limit, self._first_step[generation])
+        limits = self._limits()
+        places: dict[str, list[tuple[Floats, int, int, int]]] = {}
+        for keys, table in self._tables:
+            step, generation = 1 + keys.index("step"), 1 + keys.index("generation")
+            for column, name in enumerate(keys, 1):
+                if name not in FIELDS:
+                    places.setdefault(name, []).append((table, generation, step, column))
         found = {}
-        for name, parts in self._parts.items():
-            whole = np.concatenate(parts)
+        for name, parts in places.items():
+            whole = np.concatenate([table[:, [0, *columns]] for table, *columns in parts])
             _, generations, steps, values = whole[np.argsort(whole[:, 0], kind="stable")].T
             known, which = np.unique(generations, return_inverse=True)
             stays = steps <= np.array([limits[generation] for generation in known.tolist()])[which]
@@ -143,6 +138,19 @@ class _Columns:
             stays[:-1] &= steps[:-1] < later[1:]  # nor has it been logged again since, at this step or an earlier one
             found[name] = Series(steps[stays], values[stays])
         return found
+
+    def _limits(self) -> dict[float, float]:
+        """By generation, the step from which on a later one did all again."""
+        first: dict[float, float] = {}
+        for keys, table in self._tables:
+            steps, generations = table[:, 1 + keys.index("step")], table[:, 1 + keys.index("generation")]
+            for generation in np.unique(generations).tolist():
+                step = float(steps[generations == generation].min())
+                first[generation] = min(step, first.get(generation, step))
+        limits, limit = {}, math.inf
+        for generation in sorted(first, reverse=True):
+            limits[generation], limit = limit, min(limit, first[generation])
+        return limits
 
 
 def _table(group: Sequence[Line], keys: tuple[str, ...]) -> Floats | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from elastictrain.cli.main import _main
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.rundir import RunDir
 from tests.helpers import ROOT
-from tests.reports.made import Made
+from tests.reports.made import BEGAN, Made
 
 TOO_LONG = 60.0
 COMMAND = [
@@ -49,6 +50,36 @@ def more(made: Made, outcome: str | None = None) -> None:
     made._some_steps(["node-1-11"], 10)
     text = "".join(json.dumps(line) + "\n" for line in made.events[before:])
     (made.path / "events" / f"g{made.generation:06d}-{made.step:06d}-n000.jsonl").write_text(text)
+
+
+def test_nodes_that_leave_and_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who is there is who takes part in the newest start; what is lost is of all nodes and all starts."""
+    four = ["node-1-11", "node-2-12", "node-3-13", "node-10-14"]
+    made = Made(tmp_path).run(four, until=137)
+    made.run([*four[:2], four[3]], until=220, resumed=100, cause="node-3 was killed by SIGKILL at step 137")
+
+    def told() -> dict[str, Any]:
+        made.write()
+        assert _main(["status", str(tmp_path), "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    three = told()
+    assert (three["generation"], three["world_size"], three["mesh"]) == (1, 6, "dp_replicate=6")
+    assert sorted(node["name"] for node in three["nodes"]) == ["node-1", "node-10", "node-2"]
+    assert sorted(one["rank"] for node in three["nodes"] for one in node["workers"]) == list(range(6))
+    assert three["goodput"]["total_seconds"] == pytest.approx(3 * (made.now - BEGAN) + 76.5, abs=1e-3)
+    made.run([*four[:2], "node-3-99", four[3]], until=400).end()
+    again = told()
+    assert (again["state"], again["step"], again["world_size"], len(again["nodes"])) == ("finished", 400, 8, 4)
+    (recovery,) = again["recoveries"]
+    assert (recovery["from_step"], recovery["resumed_step"], recovery["lost_steps"]) == (137, 100, 37)
+    assert again["goodput"]["lost_seconds"]["replayed"] == pytest.approx(4 * 37 * 0.5, rel=0.1), (
+        "without waits for data"
+    )
+    assert _main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  node: node-") == 4 and "recovery: node-3 was killed by SIGKILL at step 137; 37 steps" in out
 
 
 def test_it_ends_with_the_run(

@@ -248,6 +248,7 @@ def test_no_damage_is_a_traceback(tmp_path: Path, run: Path) -> None:
         if code == 0:
             Document((tmp_path / "r.html").read_text())
             assert _main(["report", str(place)]) == 0
+            assert printed(read_report(RunDir(place)), width=90)
             assert _main(["status", str(place)]) == 0
 
 
