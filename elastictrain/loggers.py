@@ -6,9 +6,10 @@ start goes on with the same run. What a rollback does again is not sent a second
 (:mod:`elastictrain.compat.loggers`).
 
 On failure: a logger that is not installed, a bad option, or a tracker that does not answer is a
-:class:`~elastictrain.errors.UsageError` before anything is written, in the first generation of a command. After that no
+:class:`~elastictrain.errors.UsageError` before the run is begun, in the first generation of a command. After that no
 logger ends training: the first failure is a warning, a logger that has failed is left alone for a while, and how many calls
-were in vain is told at the end. Importing this imports no torch."""
+were in vain is told at the end. Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
