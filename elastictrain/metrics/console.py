@@ -275,18 +275,13 @@ def final_summary(about: Final, *, console: Console) -> None:
         rows.append(("run directory", about.run_dir))
         rows.append(("checkpoint", about.checkpoint or "none"))
     _show(f"elastictrain {about.outcome}", rows, console=console)
-    if about.run_dir is not None and (command := tensorboard_command(about.run_dir)):
+    if about.run_dir is not None and (command := dashboard_command(about.run_dir)):
         print_line(f"  look: {command}", console=console)  # outside of the frame, which would get into a copy of it
 
 
-def tensorboard_command(run_dir: str) -> str | None:
-    """The shell command that shows the run in TensorBoard; None where another process cannot look."""
-    if run_dir.startswith("memory://"):
-        return None
-    logdir = shlex.quote(run_dir.rstrip("/") + "/tensorboard")
-    # s3fs caches listings: without this TensorBoard never sees a new segment.
-    cache = "FSSPEC_S3='{\"use_listings_cache\": false}' " if run_dir.startswith(("s3://", "s3a://")) else ""
-    return f"{cache}tensorboard --logdir {logdir}"
+def dashboard_command(run_dir: str) -> str | None:
+    """The shell command that shows the run; None where another process cannot look."""
+    return None if run_dir.startswith("memory://") else f"elastictrain dashboard {shlex.quote(run_dir)}"
 
 
 def _show(title: str, rows: Iterable[Row], *, console: Console) -> None:

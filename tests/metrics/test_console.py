@@ -11,6 +11,7 @@ from elastictrain.config import MeshShape
 from elastictrain.metrics.console import (
     Final,
     Startup,
+    dashboard_command,
     evaluation_results,
     event_line,
     final_summary,
@@ -18,7 +19,6 @@ from elastictrain.metrics.console import (
     format_seconds,
     format_value,
     startup_summary,
-    tensorboard_command,
 )
 
 STARTUP = Startup(
@@ -106,7 +106,7 @@ def test_the_final_summary_is_stable_lines() -> None:
         "  val/loss: 2.4 (best 2.39 at step 900)",
         "  run directory: runs/x",
         "  checkpoint: runs/x/checkpoints/step-00001000/abc",
-        "  look: tensorboard --logdir runs/x/tensorboard",
+        "  look: elastictrain dashboard runs/x",
     ]
     tokens = dataclasses.replace(FINAL, tokens=10**8, tokens_here=10**8, run_dir=None)
     assert plain(final_summary, tokens)[1:3] == [
@@ -143,7 +143,7 @@ def test_a_terminal_gets_frames_that_fit(width: int) -> None:
     everything = "".join(line.strip("│ ") for line in shown + final).replace(" ", "")
     for text in ("runs/x", "[draft]" if width > 60 else "draft", "12.3M", "2.3103", "2.39", "900"):
         assert text in everything
-    assert final[-1] == "  look: tensorboard --logdir runs/x/tensorboard"  # not wrapped, not framed: to be copied
+    assert final[-1] == "  look: elastictrain dashboard runs/x"  # not wrapped, not framed: to be copied
 
 
 def test_what_the_stream_cannot_encode_does_not_fail() -> None:
@@ -158,15 +158,14 @@ def test_what_the_stream_cannot_encode_does_not_fail() -> None:
 @pytest.mark.parametrize(
     ("run_dir", "command"),
     [
-        ("runs/x/", "tensorboard --logdir runs/x/tensorboard"),
-        ("/a b/c", "tensorboard --logdir '/a b/c/tensorboard'"),
-        ("gs://b/x", "tensorboard --logdir gs://b/x/tensorboard"),
-        ("s3://b/x", "FSSPEC_S3='{\"use_listings_cache\": false}' tensorboard --logdir s3://b/x/tensorboard"),
+        ("runs/x", "elastictrain dashboard runs/x"),
+        ("/a b/c", "elastictrain dashboard '/a b/c'"),
+        ("s3://b/x", "elastictrain dashboard s3://b/x"),
         ("memory://x", None),
     ],
 )
 def test_where_to_look(run_dir: str, command: str | None) -> None:
-    assert tensorboard_command(run_dir) == command
+    assert dashboard_command(run_dir) == command
 
 
 def test_numbers() -> None:
