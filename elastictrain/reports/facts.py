@@ -21,7 +21,7 @@ from elastictrain.metrics.goodput import CAUSES, USEFUL, Goodput, summed
 from elastictrain.metrics.lines import Line
 from elastictrain.metrics.series import ABOUT_THE_RUN, Series, read_series
 from elastictrain.metrics.status import require_begun, status
-from elastictrain.metrics.timeline import Timeline, timeline
+from elastictrain.metrics.timeline import Mark, Timeline, timeline
 from elastictrain.rundir import RunDir
 
 _CHECKPOINTS = "checkpoints"
@@ -158,14 +158,14 @@ def _committed(run_dir: RunDir) -> set[str]:
 
 def _checkpoints(lines: list[Line], there: set[str], run_dir: RunDir) -> list[Checkpoint]:
     """In the order of steps: those of the ledger, and those that only storage knows."""
-    found = []
+    found, told = [], set()
     for line in lines:
         if line["event"] == "checkpoint":
             name = posixpath.join(*line["path"].rstrip("/").split("/")[-2:])
             known = {key: line[key] for key in ("time", "seconds", "num_bytes")}
             found.append(Checkpoint(line["step"], line["path"], name in there, **known))
-            there = there - {name}
-    for name in there:
+            told.add(name)
+    for name in there - told:
         digits = name.split("/")[0].removeprefix("step-")
         if digits.isdecimal():
             found.append(Checkpoint(int(digits), run_dir.join(_CHECKPOINTS, name), True))
@@ -235,6 +235,13 @@ def in_words(series: Series) -> str:
     text = format_value(float(last)) if len(good.values) == 1 else f"{format_value(first)} → {format_value(last)}"
     text += f" (lowest {format_value(good.values[best])} at step {good.steps[best]:.0f})"
     return text + (f", {series.num_not_finite} not finite" if series.num_not_finite else "")
+
+
+def mark_in_words(mark: Mark, run: Timeline) -> str:
+    """``after 3m12s: start, generation 2 at step 40: 4 ranks``."""
+    step = "" if mark.step is None else f" at step {mark.step}"
+    when = format_seconds(max(0.0, mark.time - run.begin))
+    return f"after {when}: {mark.kind}, generation {mark.generation}{step}: {mark.text}"
 
 
 def who(change: Mapping[str, Any]) -> str:

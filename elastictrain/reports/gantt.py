@@ -18,6 +18,7 @@ from elastictrain.metrics.goodput import CAUSES
 from elastictrain.metrics.picture import rows_to_draw, ticks
 from elastictrain.metrics.timeline import Mark, Timeline, columns
 from elastictrain.reports.chart import MANY
+from elastictrain.reports.facts import mark_in_words
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 960, 128, 944, 34
 _MAX_ROWS = 96
@@ -95,7 +96,7 @@ def _marks(run: Timeline, bottom: int) -> list[str]:
     kind = "start many" if len(run.starts) > MANY else "start"
     for mark in _chosen(run.marks):
         x = _LEFT + (_RIGHT - _LEFT) * (mark.time - run.begin) / _length(run)
-        title = f"<title>{escape(in_words(mark, run))}</title>"
+        title = f"<title>{escape(mark_in_words(mark, run))}</title>"
         if mark.kind == "start":
             parts.append(f'<path class="{kind}" d="M{x:.1f} {_TOP - 6}V{bottom}">{title}</path>')
             if x >= free:
@@ -114,10 +115,3 @@ def _chosen(marks: Sequence[Mark]) -> list[Mark]:
     saves = [mark for mark in marks if mark.kind == "checkpoint"]
     kept = set(map(id, saves[:: max(1, -(-len(saves) // 300))]))
     return [mark for mark in marks if mark.kind != "checkpoint" or id(mark) in kept][:_MAX_MARKS]
-
-
-def in_words(mark: Mark, run: Timeline) -> str:
-    """``after 3m12s: start of generation 2 at step 40: 4 ranks``."""
-    step = "" if mark.step is None else f" at step {mark.step}"
-    when = format_seconds(max(0.0, mark.time - run.begin))
-    return f"after {when}: {mark.kind}, generation {mark.generation}{step}: {mark.text}"

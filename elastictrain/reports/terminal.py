@@ -21,12 +21,12 @@ from elastictrain.metrics.console import (
     is_terminal,
     print_line,
 )
-from elastictrain.metrics.goodput import CAUSES
+from elastictrain.metrics.goodput import CAUSES, summed
 from elastictrain.metrics.picture import rows_to_draw
 from elastictrain.metrics.series import Series, thin
 from elastictrain.metrics.timeline import COLORS, columns
 from elastictrain.reports.chart import vertical
-from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall, who
+from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, mark_in_words, meaning, waterfall, who
 
 _MAX_ROWS = 12  # of a table; the newest
 _MAX_NODES = 24
@@ -57,16 +57,11 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  spent: {cause} {format_seconds(seconds)} ({share})"
     for row in run.rows:
         first, last = row.stretches[0].start - run.begin, row.stretches[-1].stop - run.begin
-        spent: dict[str, float] = {}
-        for stretch in row.stretches:
-            for cause, seconds in stretch.seconds.items():
-                spent[cause] = spent.get(cause, 0.0) + seconds
-        parts = (f"{c} {format_seconds(s)}" for c, s in sorted(spent.items(), key=lambda item: -item[1]) if s >= 0.05)
+        spent = sorted(summed(row.stretches).seconds.items(), key=lambda item: -item[1])
+        parts = (f"{cause} {format_seconds(seconds)}" for cause, seconds in spent if seconds >= 0.05)
         yield f"  node: {row.label} from {format_seconds(first)} to {format_seconds(last)}: {', '.join(parts)}"
     for mark in run.marks:
-        step = "" if mark.step is None else f" at step {mark.step}"
-        when = format_seconds(max(0.0, mark.time - run.begin))
-        yield f"  event: {when} {mark.kind} of generation {mark.generation}{step}: {mark.text}"
+        yield f"  event: {mark_in_words(mark, run)}"
     for one in report.checkpoints:
         yield f"  checkpoint: step {one.step} {'there' if one.is_there else 'deleted'} {one.path}"
     if (damage := damage_in_words(report)) is not None:

@@ -47,7 +47,7 @@ def more(made: Made, outcome: str | None = None) -> None:
         Ledger(RunDir(made.path), generation=made.generation).ended(step=made.step, outcome=outcome)
         return
     before = len(made.events)
-    made._some_steps(["node-1-11"], 10)
+    made.go_on(["node-1-11"], 10)
     text = "".join(json.dumps(line) + "\n" for line in made.events[before:])
     (made.path / "events" / f"g{made.generation:06d}-{made.step:06d}-n000.jsonl").write_text(text)
 

@@ -71,10 +71,11 @@ class Made:
             self._note("recovery", node=nodes[0], time=died + seconds["total"], cause=cause, **about, seconds=seconds)
         self.num_nodes = len(nodes)
         while self.step < until:
-            self._some_steps(nodes, min(self.account_every, until - self.step))
+            self.go_on(nodes, min(self.account_every, until - self.step))
         return self
 
-    def _some_steps(self, nodes: list[str], count: int) -> None:
+    def go_on(self, nodes: list[str], count: int) -> None:
+        """So many steps more, and a line of each node's account."""
         before, begin = self.step, self.now
         for _ in range(count):
             self.step += 1
