@@ -1,6 +1,6 @@
 """What logging 20 scalars on every step costs: ours and Lightning's TensorBoardLogger, interleaved in one run.
 
-    python benchmarks/logging_overhead.py [--repeats 7] [--steps 2000]
+    python benchmarks/logging_overhead.py [--repeats 7] [--steps 2000] [--training]
 
 "elastictrain" hands the values to the recorder, which writes TensorBoard's event files and ``metrics/*.jsonl``, and to the
 progress bar, drawn to a terminal that goes nowhere. "log_metrics" is Lightning's logger alone, without a bar and without a
@@ -10,6 +10,10 @@ millisecond, in which the background thread has the interpreter, as it has while
 What is printed are medians over repeats: the time of the training thread per step (the mean of a repeat, and its 99th
 percentile), and the CPU time of all threads per step, with what is written at the end, over that of the same loop without
 any logging.
+
+``--training`` measures whole trainers instead, on a tiny model: CPU time of all threads per step with 20 ``self.log`` on it,
+all steps being logged, over that of the same trainer that logs nothing and never. That has in it ``self.log`` itself, and
+the values of throughput and goodput that ours adds on log steps.
 """
 
 from __future__ import annotations
@@ -27,9 +31,14 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import lightning.pytorch as pl
+import step_overhead
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
+from torch import Tensor
 
+from elastictrain import CheckpointConfig, Trainer
 from elastictrain.callback import RunInfo, StepInfo
 from elastictrain.callbacks import ProgressBar
 from elastictrain.config import MeshShape
@@ -147,13 +156,77 @@ def measure(*, repeats: int, steps: int) -> dict[str, list[Cost]]:
     return found
 
 
+# ---- whole trainers ------------------------------------------------------------------------------------------------
+
+
+class Talkative(step_overhead.Module):
+    """Logs ``num`` values on every step."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__("tiny")
+        self.num = num
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        for i, name in enumerate(NAMES[: self.num]):
+            self.log(name, batch_idx / (i + 1), prog_bar=i == 0)
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+
+def fit_ours(num: int, data: step_overhead.Batches, folder: str) -> None:
+    bar = ProgressBar(console=Console(file=io.StringIO(), force_terminal=True, width=120))
+    every = 1 if num else len(data) + 1
+    at_end = CheckpointConfig(at_end=False)
+    trainer = Trainer(run_dir=folder, max_epochs=1, callbacks=[bar], log_every=every, checkpoint=at_end)
+    trainer.fit(Talkative(num), train_dataloaders=data)
+
+
+def fit_lightning(num: int, data: step_overhead.Batches, folder: str) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=TensorBoardLogger(folder),
+        log_every_n_steps=1 if num else len(data) + 1,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Talkative(num), data)
+
+
+def measure_training(*, repeats: int, steps: int) -> dict[str, list[float]]:
+    """Microseconds of CPU time per step that logging adds, of every repeat."""
+    found: dict[str, list[float]] = {"elastictrain": [], "lightning": []}
+    ways = [(name, num) for name in found for num in (0, len(NAMES))]
+    for repeat in range(repeats + 1):
+        spent = {}
+        for name, num in random.Random(repeat).sample(ways, len(ways)):
+            data = step_overhead.Batches("tiny", steps)
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                contextlib.redirect_stderr(nowhere),
+            ):
+                (fit_ours if name == "elastictrain" else fit_lightning)(num, data, folder)
+            spent[name, num] = data.microseconds()[0]
+        for name, extra in found.items() if repeat else ():
+            extra.append(spent[name, len(NAMES)] - spent[name, 0])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--training", action="store_true")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if arguments.training:
+        for name, extra in measure_training(repeats=arguments.repeats, steps=arguments.steps).items():
+            print(f"{name:20}  {statistics.median(extra):10.0f} µs of CPU time per step")
+        return
     print(f"{'µs per step':20}  {'training thread':>15}  {'99 %':>7}  {'CPU in all':>10}")
     for name, costs in measure(repeats=arguments.repeats, steps=arguments.steps).items():
         thread, p99, cpu = (statistics.median(column) for column in zip(*costs, strict=True))

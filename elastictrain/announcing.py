@@ -101,7 +101,7 @@ class Announcer:
             s.account_for_now()
             s.ledger.flush(wait=10.0)
         if s.recorder is not None:
-            s.recorder.close()  # what TensorBoard shows of the run last has its end
+            s.recorder.close(draws=True)  # what TensorBoard shows of the run last has its end
         info = s.info()
         for callback in s.callbacks:
             callback.on_generation_end(info)

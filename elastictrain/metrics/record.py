@@ -192,7 +192,7 @@ class Recorder(Courier["Record | Panels"]):
         tensorboard: also write event files.
         hparams: for TensorBoard's HPARAMS tab.
         panels: draws TensorBoard's panels, by name; called in the background, about once a minute at first, more rarely
-            later, and at the end.
+            later, and at the end where :meth:`close` is told to.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Recorder(Courier["Record | Panels"]):
         self._refused: set[str] = set()
         self._at_last_step: list[Record] = []  # what was written of the newest step that was
         self._panels = panels if tensorboard else None
-        self._panels_due = 0.0
+        self._panels_due, self._draws_last = 0.0, False
         self._drawn: Mapping[str, Panel] = {}
         self._last_step = start_step
 
@@ -243,7 +243,13 @@ class Recorder(Courier["Record | Panels"]):
             self._views = RankViews(self._run_dir, **about, shape=shape)
         self._views.put(RankTimes(step, samples, time.time(), epoch, rows))
 
-    def close(self, *, timeout: float = 10.0) -> None:
+    def close(self, *, timeout: float = 10.0, draws: bool = False) -> None:
+        """Write what is left, trying again until ``timeout`` seconds have passed, and stop. Idempotent.
+
+        Args:
+            draws: the panels once more: the run ends here, and nobody waits to go on.
+        """
+        self._draws_last = draws
         deadline = time.monotonic() + timeout
         super().close(timeout=timeout)
         if self._views is not None:
@@ -291,7 +297,7 @@ class Recorder(Courier["Record | Panels"]):
     def _more(self, *, closing: bool) -> Sequence[Panels]:
         """The panels, where they are due and have changed."""
         now = time.monotonic()
-        if self._panels is None or (now < self._panels_due and not closing):
+        if self._panels is None or not (self._draws_last if closing else now >= self._panels_due):
             return []
         from elastictrain.metrics.panels import Panels
 

@@ -162,7 +162,7 @@ def test_panels_are_drawn_in_the_background_and_at_the_end(tmp_path: Path) -> No
     for step in (1, 2, 3):
         recorder.log(step, step, {"a": 1.0}, epoch=0)
         assert recorder.flush(wait=10)
-    recorder.close()
+    recorder.close(draws=True)
     assert len(drawn) == 2, "once when the run begins, and when it ends"
     assert threading.get_ident() not in drawn
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0, "images": 0}).Reload()
