@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--quiet", type=float, default=15.0, help="seconds before each kill")
+    parser.add_argument("--quiet", type=float, default=25.0, help="seconds before each kill")
     options = parser.parse_args()
     seconds: dict[str, list[float]] = {"elastictrain": [], "torchrun": []}
     of_phases: dict[str, list[float]] = {}

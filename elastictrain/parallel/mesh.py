@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -122,7 +123,7 @@ def join(
         UsageError: several ranks and no address to meet at, a process group of another size, or the topology file
             cannot be used.
     """
-    global _store, _num_groups, _joined, _leaves_at_exit
+    global _store, _num_groups, _joined, _leaves_at_exit, _hook
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -154,6 +155,7 @@ def join(
             PrefixStore("zones", store), mesh.topology, rank=rank, world_size=world_size, names=nodes, block=block
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    _hook = _hook or sys.excepthook
     with making_groups():
         dist.init_process_group(
             backend, store=PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout
@@ -211,6 +213,7 @@ _store: Store | None = None
 _num_groups = 0
 _joined: Ranks | None = None
 _leaves_at_exit = False
+_hook: Any = None  # what torch wraps again with every group
 
 
 def leave(ranks: Ranks) -> None:
@@ -231,6 +234,8 @@ def abandon() -> None:
     Nothing that was laid out over them can be used after this.
     """
     global _store, _num_groups, _joined, _connections
+    if _hook is not None:
+        sys.excepthook = _hook
     sever()
     abort_groups()
     forget_meshes()
