@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from elastictrain.metrics.console import event_line, make_console, print_line
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
 from elastictrain.metrics.ledger import condense_earlier, read_ledger
@@ -26,6 +28,7 @@ from elastictrain.session import Session
 log = logging.getLogger(__name__)
 
 READER = "elastictrain-ledger"  # the thread
+_VIEW_EVERY = 1.0  # seconds
 _MANY = 1024  # ranks, from which on they do not tell how busy they were
 
 
@@ -39,10 +42,10 @@ class Account:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._first_step = session.counters.step
-        self._logged = session.counters.step  # finished steps at the last log step
-        self._data = self._busy = self._met = self._fed = (
-            0.0  # seconds since training began, when they were last looked at
-        )
+        self._times = np.zeros((2, session.ranks.world_size), np.float32)  # of all ranks, since they were last told
+        self._viewed, self._view_due = session.counters.step, 0.0  # finished steps then; when it is due again
+        # Seconds since training began, when they were last looked at.
+        self._data = self._busy = self._met = self._fed = 0.0
         self._recent = Recent()
         self._before = goodput(session.begun) if session.is_first_start else None  # until it has been read
         self._reader: threading.Thread | None = None
@@ -107,7 +110,7 @@ class Account:
         s = self._session
         if self._has_peers:
             busy = sums[len(CAUSES) : len(CAUSES) + s.ranks.world_size]
-            self._views(busy, sums[len(CAUSES) + s.ranks.world_size :])
+            self._view(sums[len(CAUSES) :])
             mine, met = busy[s.ranks.rank], s.seconds[3]
             waited = min(met - self._met, max(busy) - mine)  # no longer than it waited at all
             s.times.move(waited, source="productive", to="straggling")
@@ -125,13 +128,18 @@ class Account:
                 values[f"goodput/{name}"] = percent
         return values
 
-    def _views(self, busy: list[float], data: list[float]) -> None:
-        """Each rank's times, of a mean step since the last log step, to TensorBoard."""
+    def _view(self, times: list[float]) -> None:
+        """Each rank's times, of a mean step since they were last told, to TensorBoard; once a second is enough."""
         s, c = self._session, self._session.counters
-        steps, self._logged = c.step + 1 - self._logged, c.step + 1
-        if s.recorder is not None and s.ranks.is_main:
-            rows = [(one / steps, other / steps) for one, other in zip(busy, data, strict=True)]
-            s.recorder.log_ranks(c.step + 1, c.samples, rows, epoch=c.epoch, shape=s.mesh.shape)
+        if s.recorder is None or not s.ranks.is_main:
+            return
+        self._times += np.array(times, np.float32).reshape(2, -1)
+        if (now := time.monotonic()) < self._view_due:
+            return
+        means = self._times / np.float32(c.step + 1 - self._viewed)
+        s.recorder.log_ranks(c.step + 1, c.samples, means, epoch=c.epoch, shape=s.mesh.shape)
+        self._times[:] = 0.0
+        self._viewed, self._view_due = c.step + 1, now + _VIEW_EVERY
 
     def _read(self) -> None:
         """Begin to read the ledger, once: it has an object for every half a minute of every node."""

@@ -34,6 +34,9 @@ from elastictrain.metrics.lines import parse, read_objects
 from elastictrain.rundir import RunDir, first_line
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from elastictrain.config import MeshShape
     from elastictrain.metrics.panels import Panel, Panels
     from elastictrain.metrics.views import RankViews
@@ -231,9 +234,12 @@ class Recorder(Courier["Record | Panels"]):
         self.put((step, samples, time.time(), epoch, values))
 
     def log_ranks(
-        self, step: int, samples: int, rows: Sequence[Sequence[float]], *, epoch: int, shape: MeshShape
+        self, step: int, samples: int, means: npt.NDArray[np.float32], *, epoch: int, shape: MeshShape
     ) -> None:
-        """Record the times of all ranks of a mesh, for TensorBoard alone: see :mod:`elastictrain.metrics.views`."""
+        """Record the times of all ranks of a mesh, (2, ranks), for TensorBoard alone: see :mod:`elastictrain.metrics.views`.
+
+        ``means`` is kept, not copied.
+        """
         if self._events is None:
             return
         from elastictrain.metrics.views import RankTimes, RankViews
@@ -241,7 +247,7 @@ class Recorder(Courier["Record | Panels"]):
         if self._views is None:
             about = {"generation": self._generation, "start_step": self._start_step}
             self._views = RankViews(self._run_dir, **about, shape=shape)
-        self._views.put(RankTimes(step, samples, time.time(), epoch, rows))
+        self._views.put(RankTimes(step, samples, time.time(), epoch, means))
 
     def close(self, *, timeout: float = 10.0, draws: bool = False) -> None:
         """Write what is left, trying again until ``timeout`` seconds have passed, and stop. Idempotent.

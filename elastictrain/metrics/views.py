@@ -10,9 +10,11 @@ On failure: training goes on; see :mod:`elastictrain.metrics.courier`.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from elastictrain.config import AXES, MeshShape
 from elastictrain.metrics.courier import Courier, Writer, interval
@@ -33,7 +35,7 @@ class RankTimes(NamedTuple):
     samples: int
     time: float
     epoch: int
-    rows: Sequence[Sequence[float]]  # by rank: what NAMES says
+    means: npt.NDArray[np.float32]  # (2, ranks): what NAMES says
 
 
 class RankViews(Courier[RankTimes]):
@@ -87,6 +89,6 @@ class _View:
         self._events.write([self._mean(item) for item in items])
 
     def _mean(self, item: RankTimes) -> Record:
-        columns = zip(*(item.rows[rank] for rank in self._ranks), strict=True)
-        values = {name: math.fsum(column) / len(self._ranks) for name, column in zip(NAMES, columns, strict=True)}
+        means = item.means[:, self._ranks].mean(axis=1)
+        values = dict(zip(NAMES, means.tolist(), strict=True))
         return (item.step, item.samples, item.time, item.epoch, values)

@@ -72,15 +72,18 @@ def check_charts(page: Page, address: str) -> None:
             assert points == sorted(set(points)), f"{title}: {name} goes back and forth"
     every = list(range(1, STEPS + 1))
     assert steps["loss"] == {"train/loss (run)": every, "val/loss (run)": [*range(0, STEPS, VAL_EVERY), STEPS]}
-    assert steps["ranks"] == {"elastic/world_size (run)": every}
-    assert steps["generation"] == {"elastic/generation (run)": every}
+    assert [len(points) for points in steps["training"].values()] == [STEPS]
+    assert [len(points) for points in steps["learning rate"].values()] == [STEPS]
+    for title, name in (("ranks", "world_size"), ("generation", "generation")):  # ten times a second at most
+        (points,) = steps[title].values()
+        assert steps[title].keys() == {f"elastic/{name} (run)"} and len(points) >= 2
     assert [len(points) for points in steps["seconds of a recovery"].values()] == [1]
     assert steps["size (GiB)"].keys() == {"checkpoint/gib (run)"}
     assert {"goodput/lost/replayed (run)", "goodput/lost/startup (run)"} <= steps["node-seconds lost, by cause"].keys()
     by_part = steps["seconds of a step, by part"]
-    assert by_part["time/data (run)"] == every
-    for rank in (0, 1):
-        assert by_part[f"time/data (run/rank-{rank:05d})"] == every
+    assert len(by_part["time/data (run)"]) >= 2
+    for rank in (0, 1):  # once a second, and in each generation
+        assert len(by_part[f"time/data (run/rank-{rank:05d})"]) >= 2
     assert page.errors() == []
     page.screenshot("dashboard")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
@@ -20,7 +21,9 @@ def write(url: str, *, generation: int, start: int, stop: int, value: float) -> 
     recorder = Recorder(RunDir(url), generation=generation, start_step=start)
     for step in range(start + 1, stop + 1):
         recorder.log(step, 8 * step, {"train/loss": value}, epoch=0)
-    recorder.log_ranks(stop, 8 * stop, [(0.5, 0.1), (0.25, 0.2)], epoch=0, shape=MeshShape(dp_shard=2))
+    recorder.log_ranks(
+        stop, 8 * stop, np.array([(0.5, 0.25), (0.1, 0.2)], np.float32), epoch=0, shape=MeshShape(dp_shard=2)
+    )
     recorder.close()
 
 
