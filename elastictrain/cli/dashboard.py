@@ -20,7 +20,6 @@ import time
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +27,7 @@ import click
 
 from elastictrain.cli.options import CONTEXT
 from elastictrain.errors import EXIT_FINISHED, ElasticTrainError, UsageError
+from elastictrain.machine import child_environment
 
 if TYPE_CHECKING:
     from elastictrain.metrics.mirror import Board
@@ -37,6 +37,14 @@ FIRST_PORT, NUM_PORTS = 6006, 100
 _EVERY = 5.0  # seconds between two looks for what is new
 _STARTING = 120.0  # seconds that TensorBoard may take to answer
 _ENDING = 5.0
+
+# Not with ``preexec_fn``: a driver of an object store has threads by then, and one of them may hold a lock.
+_PROGRAM = """
+import runpy, sys
+from elastictrain.elastic.signals import die_with
+die_with(int(sys.argv.pop(1)))
+runpy.run_module("tensorboard.main", run_name="__main__", alter_sys=True)
+"""
 
 
 @click.command(context_settings=CONTEXT)
@@ -118,9 +126,8 @@ def _free_port(host: str, port: int | None) -> int:
 @contextmanager
 def _tensorboard(view: Path, output: Path, *, host: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """TensorBoard as a child that does not hear the terminal's Ctrl-C, and ends with this process."""
-    from elastictrain.elastic.signals import die_with
-
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(view), "--host", host, "--port", str(port)]
+    command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
+    command += ["--logdir", str(view), "--host", host, "--port", str(port)]
     command += [
         "--reload_interval",
         str(_EVERY),
@@ -132,11 +139,11 @@ def _tensorboard(view: Path, output: Path, *, host: str, port: int) -> Iterator[
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid()),
         )
     try:
         yield process
