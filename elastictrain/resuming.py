@@ -63,7 +63,14 @@ class Resumption:
 
         Raises:
             UsageError: the directory belongs to another run.
+            NothingKept: on all ranks: some of them have nothing to begin with.
         """
+        self._look()
+        s = self._session
+        if self.source is None and s.ranks.sum([s.needs_state])[0]:
+            raise NothingKept("nothing is kept of this run yet, and the weights that the module was made with are gone")
+
+    def _look(self) -> None:
         s = self._session
         resume = s.settings.resume
         takes_snapshots = Recalling.wanted(s, self.notes)
@@ -101,8 +108,6 @@ class Resumption:
 
     def _choose(self) -> None:
         self.source = self._snapshots[0].label if self._snapshots else self.stored
-        if self.source is None and self._session.needs_state:
-            raise NothingKept("nothing is kept of this run yet, and the weights that the module was made with are gone")
 
     @property
     def is_new(self) -> bool:

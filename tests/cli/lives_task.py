@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from elastictrain import Task
+from elastictrain.parallel.mesh import sever
 from tests.parallel.lm import DIM, VOCAB, Block
 
 NUM_SAMPLES, LENGTH = 48, 8
@@ -31,6 +34,17 @@ class Mortal(Block):
             if out.requires_grad:
                 out.register_hook(lambda _gradient: _task.die("backward"))
         return out
+
+
+def workers_of(agent: int) -> list[int]:
+    """Its processes, spares too."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == agent and "elastictrain.cli.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return found
 
 
 class Samples(Dataset[Tensor]):
@@ -51,6 +65,8 @@ class Lives(Task):
         folder: where everything is written down.
         deaths: ``RANK:STEP:WHERE``, ``RANK:STEP:WHERE``, …: in the step after so many; WHERE is "forward", "backward",
             "optimizer", "validation", "save", "build" or "restore", the last two of a generation that is not the first.
+            With a fourth part it does something else: it is stopped ("stop"), sleeps ("sleep"), loses the others
+            ("lose"), or dies when there is a spare ("spare").
         early: the weights are made in ``__init__``.
     """
 
@@ -129,10 +145,20 @@ class Lives(Task):
     def die(self, where: str) -> None:
         is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         step = str(self.global_step) if self._trainer is not None else "-"
-        for i, (rank, when, place) in enumerate(self.deaths):
+        for i, (rank, when, place, *how) in enumerate(self.deaths):
             is_due = place == where and rank == os.environ["RANK"] and (when in (step, "*"))
             if is_due and not (is_first and where in ("build", "restore")) and self._once(i):
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._end(how[0] if how else "")
+
+    def _end(self, how: str) -> None:
+        while how == "spare" and len(workers_of(os.getppid())) < 3:
+            time.sleep(0.05)
+        if how == "sleep":
+            time.sleep(1000.0)
+        if how == "lose":
+            sever()
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
     def _once(self, number: int) -> bool:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastictrain.elastic import crew
 from tests.cli.lives_task import NUM_SAMPLES
 from tests.cli.test_run import Command, logged
 from tests.helpers import apart
@@ -19,12 +20,14 @@ TASK = str(Path(__file__).with_name("lives_task.py"))
 STEPS = 18
 
 
-def command(folder: Path, *, deaths: str = "", early: bool = False, workers: int = 2, mesh: str = "auto") -> Command:
+def command(
+    folder: Path, *more: str, deaths: str = "", early: bool = False, workers: int = 2, mesh: str = "auto"
+) -> Command:
     folder.mkdir(exist_ok=True)
     options = ["--run-dir", str(folder / "run"), "--max-steps", str(STEPS), "--snapshot-every", "1", "--log-every", "1"]
     options += ["--val-every", "6", "--micro-batch-size", "2", "--nproc-per-node", str(workers), "--mesh", mesh]
     settings = [f"folder={folder}", f"early={early}", *([f"deaths={deaths}"] if deaths else [])]
-    return Command(folder, f"{TASK}:Lives", *options, *[part for one in settings for part in ("--set", one)])
+    return Command(folder, f"{TASK}:Lives", *options, *more, *[part for one in settings for part in ("--set", one)])
 
 
 def curve(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -123,6 +126,37 @@ def test_survivors_go_on_in_their_processes(
     found = recoveries(tmp_path / "run")
     lost = sum(one["lost_steps"] for one in found)
     assert lost <= deaths.count("save"), "the step in progress is no loss, but a snapshot may be"
+
+
+WAYS = {
+    # name: deaths, early, new processes by rank, what is said
+    "a worker is stopped": ("1:3:forward:stop", False, {1: 1}, "no worker has made progress for"),
+    "a worker sleeps": ("0:3:forward:sleep", False, {0: 1}, "no worker has made progress for"),
+    "nobody dies": ("1:3:forward:lose", False, {}, "restarting 0 of 2 workers"),
+    "a spare is there": ("1:3:forward:spare", False, {1: 1}, "restarting 1 of 2 workers"),
+    "nothing is kept": ("1:0:forward", True, {0: 1, 1: 1}, "nothing is kept of this run yet"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_lose_a_worker(
+    way: str, tmp_path: Path, uninterrupted: dict[int, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths, early, new, said = WAYS[way]
+    monkeypatch.setattr(crew, "LET_GO_SECONDS", 3.0)
+    monkeypatch.setattr(crew, "SPARE_AFTER", 0.0)
+    more = ["--spares", str(int(way == "a spare is there")), *(["--stall-after", "10"] if "progress" in said else [])]
+    run = command(tmp_path, *more, deaths=deaths, early=early)
+    assert run.wait() == 0, run.text
+    assert said in run.text, run.text
+    assert ("most recent call first" in run.text) == ("progress" in said), "a hang shows where it hangs"
+    notes = Notes(tmp_path)
+    notes.check_samples(dp=2)
+    notes.check_states()
+    assert {rank: len(pids) - 1 for rank, pids in notes.pids.items()} == {0: 0, 1: 0} | new, run.text
+    if not early:  # weights of __init__ are drawn from another stream
+        check_curve(tmp_path, uninterrupted)
 
 
 def recoveries(run_dir: Path) -> list[dict[str, Any]]:
