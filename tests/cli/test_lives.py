@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 
 from elastictrain.elastic import crew
 from tests.cli.lives_task import NUM_SAMPLES
-from tests.cli.test_run import Command, logged
+from tests.cli.test_run import ROOT, Command, logged
 from tests.helpers import apart
 
 TASK = str(Path(__file__).with_name("lives_task.py"))
@@ -163,3 +164,50 @@ def recoveries(run_dir: Path) -> list[dict[str, Any]]:
     argv = [sys.executable, "-m", "elastictrain", "status", str(run_dir), "--json"]
     found: list[dict[str, Any]] = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)["recoveries"]
     return found
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from elastictrain import CheckpointConfig, Trainer
+from tests.cli.lives_task import Lives
+
+folder = sys.argv[1]
+task = Lives(folder, "1:3:forward")
+every = {"snapshot_every": 1} if sys.argv[2] == "live" else {"every_steps": 1}
+trainer = Trainer(run_dir=folder + "/run", max_steps=18, val_every=6, log_every=1, micro_batch_size=2,
+                  checkpoint=CheckpointConfig(**every))
+trainer.fit(task)
+Path(folder, "end-" + os.environ["RANK"]).write_text(f"{task.global_step} {float(task.head.weight.sum())}")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_lives_on(tmp_path: Path, uninterrupted: dict[int, dict[str, float]]) -> None:
+    """The task that it has made is the trained one in the end, in the process that lived on as in the new one."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--nproc-per-node", "2", "--spares", "0"]
+    run = Command(tmp_path, str(tmp_path / "train.py"), *options, "--", str(tmp_path), "live")
+    assert run.wait() == 0, run.text
+    check_curve(tmp_path, uninterrupted)
+    notes = Notes(tmp_path)
+    notes.check_samples(dp=2)
+    assert {rank: len(pids) for rank, pids in notes.pids.items()} == {0: 1, 1: 2}
+    ends = [(tmp_path / f"end-{rank}").read_text() for rank in range(2)]
+    assert ends[0] == ends[1] and ends[0].startswith("18 ")
+
+
+@pytest.mark.slow
+def test_the_same_script_under_torchrun_is_started_anew(
+    tmp_path: Path, uninterrupted: dict[int, dict[str, float]]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*argv, str(tmp_path / "train.py"), str(tmp_path), "stored"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_curve(tmp_path, uninterrupted)
+    notes = Notes(tmp_path)
+    notes.check_samples(dp=2)
+    assert {rank: len(pids) for rank, pids in notes.pids.items()} == {0: 2, 1: 2}
