@@ -117,7 +117,8 @@ class Lives:
                     mine.lost_others(error)
                 is_over = mine.line.wait_until_over(mine.generation, seconds=ANSWER_SECONDS)
             else:
-                is_over = mine.line.wait_until_over(mine.generation, seconds=DOUBT_SECONDS)
+                doubt = DOUBT_SECONDS if mine.world_size > 1 else 0.0  # alone, there is nobody to lose
+                is_over = mine.line.wait_until_over(mine.generation, seconds=doubt)
         except SystemExit:  # the agent has no place for it
             is_over = False
         if not is_over:

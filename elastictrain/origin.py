@@ -4,10 +4,11 @@ A generation changes the module that it trains: weights become shards on a mesh,
 leave attributes behind. :class:`Origin` keeps what the objects were; :meth:`Origin.restore` puts it back into the same
 objects, so that whoever holds them, such as the script that made them, holds the trained ones in the end.
 
-Attributes are copied deeply. Not copied, but shared: other modules and callbacks among those objects, data sets that are
-read by index, arrays, and tensors that are neither weights nor buffers and larger than :data:`DATA_BYTES`, which are taken
-for data; open files, consoles and loggers. Of weights only shape, type and place are kept, since training goes on from a
-snapshot or checkpoint that has them: :attr:`Origin.has_weights` says whether there were any, that a fresh start would need.
+Attributes are copied deeply. Not copied, but shared: other modules and callbacks among those objects; what is taken for data
+(whatever is read by index and is no container of Python's own, tensors that are neither weights nor buffers and larger than
+:data:`DATA_BYTES`, and containers of more than :data:`MANY` things); open files, consoles and loggers. Of weights only
+shape, type and place are kept, since training goes on from a snapshot or checkpoint that has them:
+:attr:`Origin.has_weights` says whether there were any, that a fresh start would need.
 
 On failure: :class:`CannotCopy` says what cannot be copied: it would be what training has made of it.
 """
@@ -17,18 +18,20 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 DATA_BYTES = 1 << 20
-_OUTSIDE = (np.ndarray, Console, io.IOBase, logging.Logger)  # data, and what is no part of the process' own state
+MANY = 10_000
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque, str, bytes)
+_OUTSIDE = (Console, io.IOBase, logging.Logger)
 
 
 class CannotCopy(Exception):
@@ -143,7 +146,10 @@ def _begins_again(value: Any) -> bool:
     """Is it data that is as new however often it was read?"""
     if isinstance(value, DataLoader):
         return why_not(value) is None
-    return isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+    if isinstance(value, _CONTAINERS):
+        return len(value) > MANY
+    is_stream = isinstance(value, (IterableDataset, Tensor, nn.Module, type))
+    return not is_stream and hasattr(value, "__getitem__") and hasattr(value, "__len__")
 
 
 def _find_data(value: Any, shared: dict[int, Any], *, depth: int) -> None:
@@ -157,6 +163,6 @@ def _find_data(value: Any, shared: dict[int, Any], *, depth: int) -> None:
     elif depth and isinstance(value, dict):
         for one in list(value.values()):
             _find_data(one, shared, depth=depth - 1)
-    elif depth and isinstance(value, (list, tuple)) and len(value) < 1000:
+    elif depth and isinstance(value, (list, tuple)):
         for one in value:
             _find_data(one, shared, depth=depth - 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from elastictrain import Callback, Task
-from elastictrain.origin import DATA_BYTES, CannotCopy, Origin, why_not
+from elastictrain.origin import DATA_BYTES, MANY, CannotCopy, Origin, why_not
 
 
 class Counting(Callback):
@@ -33,6 +33,7 @@ class Model(Task):
         self.history: list[Any] = [1]
         self.corpus = torch.arange(DATA_BYTES)
         self.samples = TensorDataset(torch.arange(4))
+        self.rows = [[number] for number in range(MANY + 1)]
         self.inner.register_forward_hook(self.note)
 
     def note(self, *_: Any) -> None:
@@ -45,7 +46,7 @@ class Wrapped(nn.Linear):
 
 def test_the_same_objects_are_what_they_were() -> None:
     task, callback = Model(), Counting()
-    inner, corpus, samples, norm = task.inner, task.corpus, task.samples, task.norm
+    inner, corpus, samples, rows, norm = task.inner, task.corpus, task.samples, task.rows, task.norm
     names = set(task.__dict__)
     origin = Origin([task, callback])
     assert origin.has_weights
@@ -74,7 +75,7 @@ def test_the_same_objects_are_what_they_were() -> None:
         restored: Any = task.table
         assert torch.equal(restored, torch.arange(DATA_BYTES, dtype=torch.float32))
         assert torch.equal(task.norm.running_mean, torch.zeros(3)) and task.norm.num_batches_tracked == 0
-        assert task.corpus is corpus and task.samples is samples, "data is shared"
+        assert task.corpus is corpus and task.samples is samples and task.rows is rows, "data is shared"
         task.inner(torch.ones(1, 3))
         assert task.history == [1, "forward"], "the hook is the module's own, and sees it"
         task.history.remove("forward")
