@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from elastictrain.checkpoint.footprint import Footprint, state_bytes
+from elastictrain.elastic.membership import StopReason
 from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
 from elastictrain.parallel.planner import size as size_of
@@ -95,8 +96,7 @@ class Announcer:
         s = self._session
         if s.recorder is not None:
             s.recorder.flush(wait=10.0)
-        if s.ledger is not None and s.ranks.is_main:
-            s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
+        self._ended(loop)
         if s.ledger is not None and s.recorder is not None:
             s.account_for_now()
             s.ledger.flush(wait=10.0)
@@ -110,8 +110,13 @@ class Announcer:
         for callback in s.callbacks:
             callback.on_fit_end(info)
         self.tear_down()
-        if s.ranks.is_main:
+        if s.ranks.is_main and loop.stopped is not StopReason.CHANGE:
             final_summary(self._final(loop), console=make_console())
+
+    def _ended(self, loop: FitLoop) -> None:
+        s = self._session
+        if s.ledger is not None and s.ranks.is_main:
+            s.ledger.ended(step=s.counters.step, outcome="finished" if loop.stopped is None else loop.stopped.value)
 
     def _final(self, loop: FitLoop) -> Final:
         c = self._session.counters
@@ -138,9 +143,11 @@ class Announcer:
         for logger in s.loggers if s.ranks.is_main else ():
             logger.finalize("success")
 
-    def suspend(self) -> None:
-        """The generation is over, and this process goes on in another one."""
+    def suspend(self, loop: FitLoop | None = None) -> None:
+        """The generation is over, and this process goes on in another one; in good order, if ``loop`` has handed over."""
         s = self._session
+        if loop is not None:
+            self._ended(loop)
         if s.has_data and "built" in s.__dict__:
             info = s.info()
             for callback in s.callbacks:

@@ -31,6 +31,8 @@ from elastictrain.rescuing import rescue
 from elastictrain.session import Session
 from elastictrain.task import Task
 
+HAND_OVER_SECONDS = 30.0  # for snapshots to be whole and copied; then a checkpoint is saved in their place
+
 
 class FitLoop:
     """Trains the session's module until its limits, a stop, or a failure.
@@ -254,7 +256,9 @@ class FitLoop:
             self._check_lease()
         self.stopped = s.membership.boundary(step) or agreed.stop
         every = s.settings.checkpoint.every_steps
-        if self.stopped is not None:
+        if self.stopped is StopReason.CHANGE:
+            self._hand_over()
+        elif self.stopped is not None:
             self._save_now()
         elif self._manager is not None:
             if self._manager.is_busy:
@@ -335,6 +339,19 @@ class FitLoop:
                 self._tell([info])
             if s.recorder is not None:
                 s.recorder.flush()
+
+    def _hand_over(self) -> None:
+        """Nodes come or go: what the next generation goes on from is a snapshot of this step that outlives any one node.
+
+        Where there is none, it is a checkpoint.
+        """
+        manager, step = self._manager, self._session.counters.step
+        if manager is not None and manager.snapshots is not None:
+            manager.is_safe(seconds=HAND_OVER_SECONDS)  # a copy that is under way would keep this one from being copied
+            self._keep(manager, saves=False, snapshots=True)
+            if self._snapshot_step == step and manager.is_safe(seconds=HAND_OVER_SECONDS):
+                return
+        self._save_now()
 
     def rescue(self, error: Exception) -> None:
         """``error`` has ended training: save the last finished step, if that is asked for and can be. Never raises."""

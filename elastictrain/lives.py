@@ -33,6 +33,7 @@ from elastictrain.parallel.mesh import Ranks, abandon, sever
 
 DOUBT_SECONDS = 1.0  # that an error of unknown kind may turn out to be a consequence of another worker's end
 ANSWER_SECONDS = 60.0  # for the agent to say what comes next
+CHANGE_SECONDS = 600.0  # the same, where the workers of other nodes may still write a checkpoint
 
 _has_trained = False  # a script may train several times: a new process would be in its first training meanwhile
 
@@ -124,6 +125,17 @@ class Lives:
         if not is_over:
             self._cannot("it has failed")
         return is_over
+
+    def goes_on_after_change(self) -> bool:
+        """All ranks have stopped for nodes that come or go: does this process go on in the next generation?"""
+        mine = self._mine
+        if mine is None or self.problem is not None:
+            return False
+        mine.handed_over()
+        try:
+            return mine.line.wait_until_over(mine.generation, seconds=CHANGE_SECONDS)
+        except SystemExit:  # the agent has no place for it
+            return False
 
     def begin_again(self) -> None:
         """Forget the generation, and wait for the next place; everything of it has been closed.

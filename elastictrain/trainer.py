@@ -25,7 +25,7 @@ from elastictrain.compat.strategy_view import UnsupportedAttribute
 from elastictrain.compat.supported import refuse_options
 from elastictrain.config import CheckpointConfig, MeshConfig, Weights
 from elastictrain.elastic.membership import Membership, StopReason, current
-from elastictrain.errors import UsageError
+from elastictrain.errors import EXIT_CHANGED, UsageError
 from elastictrain.evaluate import Evaluator
 from elastictrain.fit import FitLoop
 from elastictrain.lives import Lives, forget_frames
@@ -151,7 +151,8 @@ class Trainer:
         """Train until ``max_steps`` or ``max_epochs``, from the newest checkpoint if there is one.
 
         On Ctrl-C or SIGTERM it finishes the step, saves (where there is a ``run_dir``) and returns; ``stopped`` then says
-        why, and the same call goes on.
+        why, and the same call goes on. Where nodes come or go under ``elastictrain run``, this goes on in the same process,
+        or leaves by ``SystemExit``, and the process that takes its place calls it again.
 
         Args:
             task: a ``Task`` or ``LightningModule``.
@@ -168,6 +169,8 @@ class Trainer:
         lives = Lives(membership, [task, datamodule, *self._callbacks], loaders=[train_dataloaders, val_dataloaders])
         while not self._train(lives, membership, task, datamodule, (train_dataloaders, val_dataloaders)):
             lives.begin_again()
+        if self.stopped is StopReason.CHANGE:  # this process cannot, and is not to do anything else
+            raise SystemExit(EXIT_CHANGED)
 
     def _train(
         self, lives: Lives, membership: Membership, task: LightningModule, datamodule: Any, data: tuple[Any, Any]
@@ -189,6 +192,9 @@ class Trainer:
             builder.announcer.start([*builder.notes, *lives.notes])
             loop.run()
             self.stopped = loop.stopped
+            if self.stopped is StopReason.CHANGE and lives.goes_on_after_change():
+                builder.announcer.suspend(loop)
+                return False
             lives.leave()
             builder.announcer.finish(loop)
             return True

@@ -191,6 +191,14 @@ class CheckpointManager:
         except RoundFailed as failed:
             raise self._error(content.step, failed.failures, "Correct the state") from failed.__cause__
 
+    def is_safe(self, *, seconds: float) -> bool:
+        """Wait so long until the newest snapshot is whole on all ranks and outlives any one node; is it? Collective."""
+
+        def part() -> bool:
+            return self.snapshots is not None and self.snapshots.settle(seconds=seconds)
+
+        return self._ranks.round(part, lambda parts: [all(parts)] * len(parts))
+
     def look(self) -> None:
         """Say what this rank's writer has failed to do. No collective: after every step."""
         self.saves.look()

@@ -52,6 +52,7 @@ class Order:
 
     Args:
         copies: it goes to the buddies.
+        has_buddy: there are several nodes, each with a buddy.
         durable: an earlier one of this start outlives any one node.
         protected: earlier ones whose images are not filled anew.
         newest: the newest one that is whole on all ranks: not filled anew either, unless all others are protected. Then one
@@ -61,6 +62,7 @@ class Order:
 
     snapshot: str
     copies: bool
+    has_buddy: bool
     durable: bool
     protected: tuple[str, ...]
     newest: str | None
@@ -85,6 +87,16 @@ class _Kept:
     is_whole: bool = False
     is_copied: bool = False
     is_uncopied: bool = False  # the buddy could not be reached
+    copies: bool = False  # the buddy is to get it
+    has_buddy: bool = False
+
+    @property
+    def is_safe(self) -> bool:
+        return self.is_whole and (self.is_copied or not self.has_buddy)
+
+    @property
+    def is_under_way(self) -> bool:
+        return not self.is_whole or (self.copies and not self.is_copied and not self.is_uncopied)
 
 
 class Snapshots:
@@ -154,7 +166,7 @@ class Snapshots:
         copies = has_buddy and self._copying is None
         protected = tuple(one for one in (durable, self._copying) if one is not None)
         named = uuid.uuid4().hex
-        order = Order(named, copies, durable is not None, protected, newest, self._ring if is_new else None)
+        order = Order(named, copies, has_buddy, durable is not None, protected, newest, self._ring if is_new else None)
         self._issued.append(order.snapshot)
         if copies:
             self._copying = order.snapshot
@@ -199,7 +211,9 @@ class Snapshots:
             arena.mark = self._marks
             whole = {"whole": decided.durable, "base": identity.base, "copies": decided.copies}
             self._link.send({**said, **whole, "values": dict(staged.values)})
-            self._kept.append(_Kept(decided.snapshot, staged.content.step, arena))
+            kept = _Kept(decided.snapshot, staged.content.step, arena)
+            kept.copies, kept.has_buddy = decided.copies, decided.has_buddy
+            self._kept.append(kept)
             self.num_taken += 1
             self._told.discard("keeper")
             self.reached("given")
@@ -209,6 +223,20 @@ class Snapshots:
 
     def failed(self, decided: Order, content: Content, error: Exception) -> None:
         self._miss(f"{type(error).__name__}: {error}")
+
+    def settle(self, *, seconds: float) -> bool:
+        """Wait so long until nothing is under way.
+
+        Returns:
+            whether this rank's newest image is whole, and where there are several nodes, on another one too.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self._hear()
+            is_late = not self._link.is_open or time.monotonic() > deadline
+            if is_late or not any(one.is_under_way for one in self._kept):
+                return bool(self._kept) and self._kept[-1].is_safe
+            time.sleep(0.001)
 
     def holds(self, arena: Arena) -> bool:
         return any(one.arena is arena for one in self._kept)

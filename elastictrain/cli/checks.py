@@ -21,7 +21,7 @@ from elastictrain.parallel.zones import read_zones
 from elastictrain.rundir import RunDir, first_line
 from elastictrain.runfile import is_same_target
 
-DEFAULT_PORT = 29400  # torchrun's
+RDZV_CONF = ("join_timeout", "last_call_timeout", "ttl", "beat")
 
 # What a script gives to its own Trainer.
 OF_CLASSES = (
@@ -50,7 +50,7 @@ class Job:
 
     Args:
         num_workers: on this node; None: one for each GPU, which only torch can count.
-        endpoint: None for one node alone.
+        endpoint: where nodes find each other, a run directory or HOST:PORT; None for one node alone.
         trainer: the trainer's options that were given.
         metrics: address and port at which Prometheus is answered; None: nowhere.
         settings: text, or values from a config file, by argument of the target's ``__init__``.
@@ -62,8 +62,9 @@ class Job:
     min_nodes: int
     max_nodes: int
     num_workers: int | None
-    endpoint: tuple[str, int] | None
+    endpoint: str | None
     rdzv_id: str
+    rdzv_conf: Mapping[str, str]
     local_addr: str | None
     max_restarts: int
     num_spares: int | None
@@ -90,7 +91,8 @@ def prepare(
     _check_script(target, script_args, options, from_config)
     min_nodes, max_nodes = parse_nnodes(options["nnodes"])
     num_workers = parse_workers(options["nproc_per_node"])
-    endpoint = _endpoint(options, max_nodes)
+    run_dir = target.default_run_dir if options["run_dir"] is None else options["run_dir"]
+    endpoint = _endpoint(options, max_nodes, run_dir=None if target.cls is None else run_dir)
     trainer = {
         name: options[name]
         for name in OF_CLASSES
@@ -107,12 +109,13 @@ def prepare(
     _check_names(trainer)
     job = Job(
         target=target,
-        run_dir=target.default_run_dir if options["run_dir"] is None else options["run_dir"],
+        run_dir=run_dir,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         num_workers=num_workers,
         endpoint=endpoint,
         rdzv_id=options["rdzv_id"] or "",
+        rdzv_conf=parse_rdzv_conf(options["rdzv_conf"]),
         local_addr=options["local_addr"],
         max_restarts=options["max_restarts"],
         num_spares=options["spares"],
@@ -151,28 +154,41 @@ def parse_workers(text: str) -> int | None:
     return int(text)
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
-    """``HOST``, ``HOST:PORT`` or ``[v6 address]:PORT``."""
-    host, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):
-        host, port = text, str(DEFAULT_PORT)
-    host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"--rdzv-endpoint {text}: write HOST:PORT, for instance node0:{DEFAULT_PORT}")
-    return host, int(port)
+def parse_rdzv_conf(text: str) -> dict[str, str]:
+    """``k=v,…``, seconds all of them."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name not in RDZV_CONF:
+            raise UsageError(f"--rdzv-conf {part}: write NAME=SECONDS, where NAME is one of {', '.join(RDZV_CONF)}")
+        found[name] = value
+    return found
 
 
-def _endpoint(options: Mapping[str, Any], max_nodes: int) -> tuple[str, int] | None:
-    if options["rdzv_backend"] != "c10d":
-        raise UsageError(f"--rdzv-backend {options['rdzv_backend']}: only c10d is there; leave the option out")
-    if options["rdzv_endpoint"]:
-        return parse_endpoint(options["rdzv_endpoint"])
-    if max_nodes > 1:
+def _endpoint(options: Mapping[str, Any], max_nodes: int, *, run_dir: str | None) -> str | None:
+    backend, given = options["rdzv_backend"], options["rdzv_endpoint"]
+    if backend not in ("elastictrain", "c10d"):
         raise UsageError(
-            f"--nnodes {options['nnodes']}: several nodes need a place to meet; add --rdzv-endpoint"
-            f" HOST:{DEFAULT_PORT}, the same on all of them"
+            f"--rdzv-backend {backend}: it is elastictrain, or c10d, as torchrun's environment has it, where"
+            " --rdzv-endpoint is HOST:PORT; leave the option out"
         )
-    return None
+    is_place = bool(given) and re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\[\]]+)(:\d{1,5})?", given) is not None
+    if given and not is_place and "/" not in given and ":" in given:
+        raise UsageError(f"--rdzv-endpoint {given}: write HOST:PORT, or a directory or URL that all nodes reach")
+    if max_nodes == 1:
+        return None
+    if backend == "c10d" and not is_place:
+        raise UsageError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT: add it, or leave both out")
+    endpoint = given
+    if not endpoint and run_dir is not None:
+        where = RunDir(run_dir)
+        endpoint = os.path.abspath(where.path) if where.is_local else where.url  # a name alone would be a host's
+    if not endpoint:
+        raise UsageError(
+            f"--nnodes {options['nnodes']}: several nodes need a place to meet, and a script's run directory is not known"
+            " here: add --rdzv-endpoint with a directory or URL that all of them reach, or HOST:PORT"
+        )
+    return str(endpoint)
 
 
 def check_world(job: Job) -> None:

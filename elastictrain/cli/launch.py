@@ -8,12 +8,14 @@ import socket
 import sys
 
 import torch
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastictrain.cli.checks import Job, check_world, newest_checkpoint
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
+from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.membership import StopReason
-from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, NodesRendezvous
+from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
 from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
 from elastictrain.metrics.prometheus import Endpoint, exposition, families
 from elastictrain.metrics.published import Published
@@ -66,21 +68,16 @@ def _num_spares(job: Job) -> int:
 
 
 def _rendezvous(job: Job) -> GenerationHandler:
+    assert job.num_workers is not None
     if job.endpoint is None:
-        assert job.num_workers is not None
         return LocalRendezvous(job.num_workers)
-    host, port = job.endpoint
-    if job.max_nodes > 1:
-        many = str(job.min_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
-        _print(f"waiting for {many} nodes at {host}:{port}")
-    return NodesRendezvous(
-        host,
-        port,
-        min_nodes=job.min_nodes,
-        max_nodes=job.max_nodes,
-        run_id=job.rdzv_id or job.run_dir,
-        local_addr=job.local_addr,
-    )
+    token_dir = None if job.target.cls is None else job.run_dir
+    options = {"local_addr": job.local_addr, **job.rdzv_conf}
+    parameters = RendezvousParameters(BACKEND, job.endpoint, job.rdzv_id, job.min_nodes, job.max_nodes, **options)
+    handler = create(parameters, num_workers=job.num_workers, has_steps=True, say=_print, token_dir=token_dir)
+    many = str(job.min_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
+    _print(f"waiting for {many} nodes at {job.endpoint}")
+    return handler
 
 
 def _tell(job: Job, outcome: Outcome) -> int:

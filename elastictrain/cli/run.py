@@ -37,11 +37,24 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
 @option(
     "--rdzv-endpoint",
     pet="RDZV_ENDPOINT",
-    metavar="HOST[:PORT]",
-    help="Where nodes find each other; the same on all of them, and one of them is that host.",
+    metavar="HOST[:PORT]|URL",
+    help="Where nodes find each other; the same on all of them. HOST is the node that leads. [the run directory]",
 )
-@option("--rdzv-backend", pet="RDZV_BACKEND", default="c10d", metavar="NAME", help="How nodes find each other. [c10d]")
-@option("--rdzv-id", pet="RDZV_ID", metavar="ID", help="Tells runs at one endpoint apart. [the run directory]")
+@option(
+    "--rdzv-backend",
+    pet="RDZV_BACKEND",
+    default="elastictrain",
+    metavar="NAME",
+    help="How nodes find each other. [elastictrain]",
+)
+@option("--rdzv-id", pet="RDZV_ID", metavar="ID", help="Tells runs at one endpoint apart. [none]")
+@option(
+    "--rdzv-conf",
+    pet="RDZV_CONF",
+    default="",
+    metavar="NAME=SECONDS,…",
+    help="How long nodes wait: ttl=2 (silence after which one is lost), beat=0.25, join_timeout=600, last_call_timeout=1.",
+)
 @option("--local-addr", pet="LOCAL_ADDR", metavar="ADDRESS", help="This node's address for the others. [found]")
 @option(
     "--max-restarts",

@@ -56,11 +56,20 @@ class Formed:
     generation: Generation
 
 
-@dataclass(frozen=True)
-class StopAt:
-    """Steps behind this one must not begin in this generation; None: they may again."""
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """May the workers of that generation promise not to pass this step? Answer with ``on_promise``, in time.
 
-    boundary: int | None
+    What was asked before is no question any more. Each one is another question, also for the same step.
+    """
+
+    number: int
+    boundary: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """What was asked, or promised, is void."""
 
 
 @dataclass(frozen=True)
@@ -75,4 +84,4 @@ class Closed:
     reason: str
 
 
-Action = Read | Create | Trim | Connect | Send | Close | Formed | StopAt | Left | Closed
+Action = Read | Create | Trim | Connect | Send | Close | Formed | Promise | Release | Left | Closed

@@ -8,8 +8,12 @@ stop. One *generation* is one membership of the run. What ends a generation:
   go of everything that belongs to the generation, and go on in the next one in the same processes
   (:mod:`elastictrain.lives`); the one that is gone, and those that cannot go on like this, are replaced
   (:mod:`elastictrain.elastic.crew`). The next generation goes on from the newest snapshot or checkpoint;
-* SIGINT, SIGTERM or SIGHUP to the agent, or to any worker: all workers stop at one agreed step boundary
-  (:mod:`elastictrain.elastic.agreement`), save, and exit. A second SIGINT kills them at once.
+* a node is lost: the same on all others, and it costs no budget;
+* SIGINT, SIGTERM or SIGHUP to the agent, or to any worker, is a notice for this node: all workers of all nodes stop at one
+  agreed step boundary (:mod:`elastictrain.elastic.agreement`). Where nodes are left that go on, they hand their state over
+  and the next generation begins without this node; where none are, or too few, they save a checkpoint. A second SIGINT
+  kills this node's workers at once;
+* a node joins: the same, and nobody leaves.
 
 The agent prints one plain line per event and never a traceback: :class:`Outcome` carries the one error worth showing.
 On every path out of :meth:`Agent.train` no worker is left running and the private directory is removed; where the agent
@@ -28,21 +32,20 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.utils.store import barrier
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.agreement import Agreement
-from elastictrain.elastic.causes import find_cause
+from elastictrain.elastic.causes import find_cause, is_anothers
 from elastictrain.elastic.cells import LOST as LOST_OTHERS
-from elastictrain.elastic.cells import Cells, Phase, StopReason
+from elastictrain.elastic.cells import READY, Cells, Phase, StopReason
+from elastictrain.elastic.chain import Generation
 from elastictrain.elastic.crew import Crew
 from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.line import Assignment, Place
@@ -53,11 +56,12 @@ from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.elastic.stalls import Stalls
-from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+from elastictrain.errors import EXIT_CHANGED, EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, IN_ORDER
 from elastictrain.metrics.published import Published
 
 SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the terminal has already sent
-TOO_MANY_NODES = "this run already has as many nodes as it takes: raise MAX of --nnodes MIN:MAX"
+FINISHED = "finished"  # why a run is closed
+LEFT_SUDDENLY = "this node has left while another one was lost; those that are left go on from their newest snapshot"
 NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
 NODES_CHANGED = "nodes came or went"
 LOST = "what is newer than the newest checkpoint or snapshot is lost"
@@ -131,6 +135,8 @@ class Agent(SimpleElasticAgent):
         self._reason: StopReason | None = None
         self._deadline: float | None = None
         self._looked_at = 0.0
+        self._lost_since: float | None = None  # workers say that they have lost others
+        rendezvous.check = self._check_signals  # type: ignore[method-assign]
         self._hanging: dict[int, float] = {}
         self._failure = ""
         self._history = {"started": time.time() if config.started is None else config.started}
@@ -141,10 +147,8 @@ class Agent(SimpleElasticAgent):
         before = self._install_handlers()
         code = EXIT_FAILED
         try:
-            if self.run() is None:  # torch swallows RendezvousGracefulExitError
-                return Outcome(EXIT_FAILED, self._furthest, message=TOO_MANY_NODES)
-            code = EXIT_FINISHED
-            return Outcome(code, self._furthest)
+            self.run()
+            raise AssertionError("torch's loop ends by _End alone")
         except _End as end:
             code = end.outcome.code
             return end.outcome
@@ -152,6 +156,9 @@ class Agent(SimpleElasticAgent):
             number = self._signals[0][0]
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
             return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
+        except RendezvousClosedError as error:
+            code = EXIT_FINISHED if self._handler.closed == FINISHED else EXIT_FAILED
+            return Outcome(code, self._furthest, message=trouble_of(error))
         except (RendezvousError, RuntimeError, OSError) as error:
             return Outcome(EXIT_FAILED, self._furthest, message=trouble_of(error))
         finally:
@@ -175,13 +182,8 @@ class Agent(SimpleElasticAgent):
         self._reports = os.path.join(folder, "reports")
         os.makedirs(self._reports)
         self._cells = Cells.create(os.path.join(folder, "cells"), count)
-        num_nodes = worker_group.group_world_size
-        self._agreement = Agreement(
-            self._cells,
-            store=PrefixStore("stop", worker_group.store) if num_nodes > 1 else None,
-            node=worker_group.group_rank,
-            num_nodes=num_nodes,
-        )
+        self._agreement = Agreement(self._cells, self._handler, why=self._why)
+        self._lost_since = None
         assignment = os.path.join(folder, "assignment.json")
         Assignment(
             agent_pid=os.getpid(),
@@ -194,13 +196,13 @@ class Agent(SimpleElasticAgent):
             node=self._config.node,
             job=self._config.job,
             history={**self._history, "began": self._handler.began, "formed": self._handler.formed},
-            cause=self._failure or (NODES_CHANGED if "ended" in self._history else ""),
+            cause=self._failure or ((self._handler.reason or NODES_CHANGED) if "ended" in self._history else ""),
             publishes=self._published is not None,
         ).write(assignment)
         if self._published is not None:
             self._published.begin(folder, generation=generation, workers=count)
         self._failure = ""
-        self._history["nodes"] = num_nodes
+        self._history["nodes"] = worker_group.group_world_size
         self._hanging = {}
         self._stalls = Stalls(self._config.stall_seconds)
         places = []
@@ -220,30 +222,61 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: Group) -> RunResult:
         assert self._cells is not None and self._agreement is not None
-        self._heed_signals(self._agreement, self._cells, worker_group.group_world_size)
-        self._keepers.tick(self._cells, os.path.dirname(self._reports))
-        self._crew.tend(self._cells)
-        self._furthest = max(self._furthest, *self._cells.steps())
-        workers = self._crew.workers
-        codes = [worker.poll() for worker in workers]
-        if all(code in (EXIT_FINISHED, EXIT_PREEMPTED) for code in codes):
-            if EXIT_PREEMPTED in codes:
-                self._wait_for_nodes(worker_group)
-                raise _End(Outcome(EXIT_PREEMPTED, self._furthest, reason=self._agreement.reason))
-            # torch wants a return value of every rank
-            return RunResult(WorkerState.SUCCEEDED, return_values={worker.rank: None for worker in workers})
-        has_died = any(code not in (None, EXIT_FINISHED, EXIT_PREEMPTED) for code in codes)
-        if has_died or any(view[LOST_OTHERS] for view in self._cells.views) or self._find_hanging():
-            is_ours = self._after_failure(worker_group, self._cells)
-            return RunResult(WorkerState.UNHEALTHY if is_ours else WorkerState.HEALTHY)
-        if (stall := self._stalls.look(self._cells, workers)) is not None:
-            self._failed(stall, Failure(max(self._cells.steps())), self._cells)
+        handler, cells = self._handler, self._cells
+        reached = max(cells.steps())
+        self._furthest = max(self._furthest, reached)
+        handler.reached(reached)
+        if handler.closed not in ("", FINISHED):
+            ended = f"another node has ended the run: {handler.closed}"
+            raise _End(Outcome(EXIT_FAILED, self._furthest, message=ended))
+        if handler.is_superseded:
+            return self._go_on()
+        self._heed_signals(self._agreement, cells)
+        self._keepers.tick(cells, os.path.dirname(self._reports))
+        self._crew.tend(cells)
+        ends = [
+            EXIT_CHANGED if view[READY] and worker.poll() is None else worker.poll()
+            for worker, view in zip(self._crew.workers, cells.views, strict=True)
+        ]
+        if all(code in IN_ORDER for code in ends):
+            return self._all_ended(ends)
+        has_died = any(code not in (None, *IN_ORDER) for code in ends)
+        if has_died or any(view[LOST_OTHERS] for view in cells.views) or self._find_hanging():
+            if self._waits_for_word(cells):
+                return self._go_on() if handler.has_news else RunResult(WorkerState.HEALTHY)
+            if not self._after_failure(cells):
+                return self._go_on()
+            handler.workers_failed()
+            return RunResult(WorkerState.UNHEALTHY)
+        if (stall := self._stalls.look(cells, self._crew.workers)) is not None:
+            self._failed(stall, Failure(max(cells.steps())), cells)
+            handler.workers_failed()
             return RunResult(WorkerState.UNHEALTHY)
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._end_generation(seconds=0)
             late = f"the workers did not stop within {self._config.grace:g} s and were killed: {LOST}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, message=late))
         return RunResult(WorkerState.HEALTHY)
+
+    def _go_on(self) -> RunResult:
+        """There is a newer generation, and this one has nothing more to do."""
+        if self._reason is not None and self._handler.is_out:
+            raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=LEFT_SUDDENLY))
+        return RunResult(WorkerState.UNHEALTHY)
+
+    def _all_ended(self, codes: list[int | None]) -> RunResult:
+        """All workers have stopped as they were to."""
+        assert self._agreement is not None
+        agreed = self._handler.agreed
+        if all(code == EXIT_FINISHED for code in codes):
+            self._handler.end(FINISHED)
+            raise _End(Outcome(EXIT_FINISHED, self._furthest))
+        if agreed is not None and self._handler.is_in(agreed):
+            return RunResult(WorkerState.UNHEALTHY)
+        message = ""
+        if agreed is not None and agreed.members and not agreed.is_paused:
+            message = f"this node has left at step {self._furthest}; {len(agreed.members)} others go on"
+        raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason or self._agreement.reason, message=message))
 
     def _stop_workers(self, worker_group: Group) -> None:
         """Torch's loop is about to start the next generation."""
@@ -282,11 +315,20 @@ class Agent(SimpleElasticAgent):
         for worker in self._crew.workers:
             if worker.rank not in self._hanging and Report.read(self._reports, worker.rank) is not None:
                 self._hanging[worker.rank] = now
-        if self._handler.is_closed():
-            raise _End(Outcome(EXIT_FAILED, self._furthest, message="another node has ended the run: see its output"))
         return any(now - since > self._config.exit_within for since in self._hanging.values())
 
-    def _after_failure(self, worker_group: Group, cells: Cells) -> bool:
+    def _waits_for_word(self, cells: Cells) -> bool:
+        """Workers have lost others and say no more than that: whose fault it is, the nodes will know soon."""
+        if self._handler.is_alone or not is_anothers(self._crew.workers, cells, self._reports):
+            return False
+        now = time.monotonic()
+        if self._lost_since is None:
+            self._lost_since = now
+            self._handler.lost_a_peer()
+            self._crew.over(self._generation, cells)
+        return now - self._lost_since < self._handler.loss_seconds
+
+    def _after_failure(self, cells: Cells) -> bool:
         """Whether it is to restart; False: another node's failure explains it. Raises to end the run."""
         self._crew.over(self._generation, cells)
         found = find_cause(
@@ -294,7 +336,7 @@ class Agent(SimpleElasticAgent):
             cells,
             self._reports,
             seconds=self._config.settle,
-            give_up=lambda: self._handler.num_nodes_waiting() > 0,
+            give_up=lambda: self._handler.has_news,
         )
         if found is None:
             return False
@@ -302,6 +344,7 @@ class Agent(SimpleElasticAgent):
         where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
         raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
         if cause.kind == "usage":
+            self._handler.end(cause.line)
             raise _End(Outcome(EXIT_USAGE, self._furthest, report=cause))
         signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
         failure = Failure(cause.step, signature, cause.retry)
@@ -312,7 +355,7 @@ class Agent(SimpleElasticAgent):
     def _failed(self, line: str, failure: Failure, cells: Cells, *, shown: Report | None = None) -> None:
         """Account for it. Raises to end the run."""
         self._failure = line
-        if self._reason is not None or self._agreement_reason() is not None:
+        if self._reason is not None:
             line = f"{line} while stopping: {LOST}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, shown, line))
         if not self._budget.may_restart(failure, reached=max(cells.steps())):
@@ -320,6 +363,7 @@ class Agent(SimpleElasticAgent):
                 line = f"{line}, as before its restart"
             elif self._budget.used >= self._config.max_restarts > 0 and failure.retry:
                 line = f"{line}; {self._budget.used} restarts made no progress"
+            self._handler.end(line)
             raise _End(Outcome(EXIT_FAILED, self._furthest, report=shown, message=line))
 
     def _them(self, num_living: int) -> str:
@@ -345,34 +389,45 @@ class Agent(SimpleElasticAgent):
         if self._handler.waiting:
             raise _Interrupted
 
-    def _heed_signals(self, agreement: Agreement, cells: Cells, num_nodes: int) -> None:
+    def _check_signals(self) -> None:
+        """While nodes meet: a signal that has come just before ends it, too."""
+        if self._signals:
+            raise _Interrupted
+
+    def _heed_signals(self, agreement: Agreement, cells: Cells) -> None:
+        handler = self._handler
         interrupts = [when for number, when in self._signals if number == signal.SIGINT]
         if interrupts and interrupts[-1] - interrupts[0] > SAME_KEYPRESS:
             self._end_generation(seconds=0)
             raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {ALL_LOST}"))
-        if self._signals and self._reason is None:
-            number = self._signals[0][0]
-            self._reason = StopReason.INTERRUPT if number == signal.SIGINT else StopReason.PREEMPT
-            if num_nodes == 1 and Phase.STARTING in cells.phases() and Phase.RUNNING not in cells.phases():
+        own: StopReason | None = cells.asked()
+        if self._signals:
+            own = StopReason.INTERRUPT if self._signals[0][0] == signal.SIGINT else StopReason.PREEMPT
+        if own is not None and self._reason is None:
+            self._reason = own
+            if handler.is_alone and Phase.STARTING in cells.phases() and Phase.RUNNING not in cells.phases():
                 self._end_generation()
                 nothing = "stopped before training went on: nothing is lost"
                 raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=nothing))
-        if self._reason is not None:
-            agreement.ask(self._reason)
+            handler.notice()
+        had_agreed = agreement.reason is not None
         agreement.tick()
-        if agreement.reason is not None and self._deadline is None:
+        agreed = handler.agreed if agreement.reason is not None and not had_agreed else None
+        if agreed is not None and self._reason is None and not handler.is_in(agreed):
+            self._reason = StopReason.PREEMPT
+        if self._reason is not None and self._deadline is None:
             self._deadline = time.monotonic() + self._config.grace
-            self._reason = agreement.reason
             again = "; press Ctrl-C again to stop at once without saving" if interrupts else ""
-            self._say(f"stopping ({self._reason.value}): all workers finish the step, save and exit{again}")
+            what = "all workers finish the step, save and exit"
+            if not handler.is_alone:
+                what = "this node's workers finish the step and leave; what the others need is handed over"
+            self._say(f"stopping ({self._reason.value}): {what}{again}")
+        if agreed is not None and agreed.reason:
+            self._say(f"nodes change at step {agreed.boundary}: {agreed.reason}")
 
-    def _agreement_reason(self) -> StopReason | None:
-        return self._agreement.reason if self._agreement is not None else None
-
-    def _wait_for_nodes(self, worker_group: Group) -> None:
-        """The node that keeps the store leaves last, or the others would call a clean stop a failure."""
-        if worker_group.group_world_size > 1:
-            try:
-                barrier(worker_group.store, worker_group.group_world_size, "stopped", barrier_timeout=60)
-            except RuntimeError:
-                pass
+    def _why(self, agreed: Generation) -> StopReason:
+        """What the workers of all nodes are told: a checkpoint is needed where memory may not be enough."""
+        gone = {one.node for one in self._handler.members} - {one.node for one in agreed.members}
+        if agreed.members and not agreed.is_paused and len(gone) <= 1:
+            return StopReason.CHANGE
+        return self._reason or StopReason.PREEMPT

@@ -1,46 +1,40 @@
-"""The agents' side of a boundary agreement: at which step do all workers of all nodes stop?
+"""The agent's side of a boundary agreement: at which step do all workers of all nodes stop?
 
-The rule, in the words of :mod:`elastictrain.elastic.cells`. Asked to stop, the agents set one limit, a little beyond
-the furthest worker. A worker at a boundary below the limit acks it (promises not to pass it) and goes on; at the limit
-it waits. A worker that left the limit's boundary before it saw the limit cannot promise: the limit is raised, further
-each time.
-When every worker has promised the same limit, it is the verdict and is never raised again, and all stop there.
+The rule, in the words of :mod:`elastictrain.elastic.cells`. Whoever leads asks all nodes for one limit, a little beyond the
+furthest worker. A worker at a boundary below the limit acks it (promises not to pass it) and goes on; at the limit
+it waits. A worker that left the limit's boundary before it saw the limit cannot promise: its node refuses, and the limit is
+raised, further each time.
+When every worker of every node has promised the same limit, it is agreed and never raised again, and all stop there. Until
+then it may be given back, should there be no reason any more: then those who wait go on, and no limit up to that one is
+ever promised again in this generation, since promises of it may still be in the cells.
 
 Why nobody waits for ever: a waiting worker is at the limit, so all its collectives below are done and those of the
 others do not need it; each of the others comes to its next boundary, and promises, or makes the limit rise, which
 lets the waiting one go on. Why nobody stops alone: a worker stops only on a verdict, and a verdict needs everyone's
 promise.
 
-:func:`decide` is pure. :class:`Agreement` runs it over the node's own cells, and over several nodes through a store,
-where the agent of node 0 decides. A store that fails raises what it raises (``RuntimeError``): the agreement is lost
-with the rendezvous, and the agent ends.
+:class:`Agreement` does this for one node's cells. Who asks, and counts the nodes' answers, is the run's leader
+(:mod:`elastictrain.elastic.leader`), and where there is only one node, :class:`OnlyNode`.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.cells import ACKED, LIMIT, PHASE, STEP, VERDICT, Cells, Phase, StopReason
+from elastictrain.elastic.chain import Generation
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one node's workers did about a limit (-1: there is none yet)."""
+    """What this node's workers did about a limit."""
 
-    limit: int
     furthest: int  # most finished steps of any worker; -1 before the first boundary
     passed: bool  # a worker has come to the limit, or beyond it, without a promise
     acked: bool  # every worker has promised the limit, or will never come to another boundary
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The limit that holds now, and whether it is the verdict."""
-
-    limit: int
-    final: bool
 
 
 def standing(cells: Cells, limit: int) -> Standing:
@@ -55,28 +49,22 @@ def standing(cells: Cells, limit: int) -> Standing:
         # the next step, for those who wait here. Raising is right for both.
         passed = passed or (not promised and finished >= limit)
         acked = acked and (promised or closed)
-    return Standing(limit, furthest, passed, acked and limit >= 0)
+    return Standing(furthest, passed, acked)
 
 
-def decide(standings: list[Standing], limit: int, margin: int) -> Decision | None:
-    """The next limit, the verdict, or None: wait for more promises."""
-    furthest = max(s.furthest for s in standings)
-    if limit < 0:
-        return Decision(furthest + margin, final=False)
-    current = [s for s in standings if s.limit == limit]
-    if any(s.passed for s in current):
-        return Decision(furthest + margin, final=False)
-    if len(current) == len(standings) and all(s.acked for s in current):
-        return Decision(limit, final=True)
-    return None
+class Asks(Protocol):
+    """Who asks the nodes, as this one sees it.
 
+    Attributes:
+        asked: what the workers of this generation are to promise; None: nothing, or no more.
+        agreed: the generation that follows this one at a step that all have promised; None: there is none yet.
+    """
 
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
+    @property
+    def asked(self) -> Promise | None: ...
+    @property
+    def agreed(self) -> Generation | None: ...
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None: ...
 
 
 class Agreement:
@@ -84,72 +72,77 @@ class Agreement:
 
     Args:
         cells: the node's cells.
-        store: shared by the nodes of this generation, with a prefix of its own; None for one node.
-        node: this node's rank among ``num_nodes``.
+        asks: who asks.
+        why: the reason to give the workers for stopping where that generation begins; the same kind on all nodes.
 
     Attributes:
-        reason: why all stop; None while nobody asked.
+        reason: the one that was given; None while nothing is agreed.
         step: where all stop; None while it is not agreed.
     """
 
-    def __init__(self, cells: Cells, *, store: Store | None = None, node: int = 0, num_nodes: int = 1) -> None:
-        self._cells, self._store = cells, store if num_nodes > 1 else None
-        self._node, self._num_nodes = node, num_nodes
-        self._margin = 1
-        self._limit = -1
-        self._published: Standing | None = None
+    def __init__(self, cells: Cells, asks: Asks, *, why: Callable[[Generation], StopReason]) -> None:
+        self._cells, self._asks, self._why = cells, asks, why
+        self._asked: Promise | None = None
+        self._is_answered = False
+        self._highest = -1  # of all limits that the cells have ever had
         self.reason: StopReason | None = None
         self.step: int | None = None
 
-    def ask(self, reason: StopReason) -> None:
-        """All shall stop; the first reason given stays."""
-        if self.reason is None:
-            self.reason = reason
-            if self._store is not None and not self._store.check(["asked"]):
-                self._store.set("asked", reason.value)
-
     def tick(self) -> None:
-        """Look at the cells and go one stage on; call it again and again. Cheap while nobody has asked."""
+        """Look at the cells and go one stage on; call it again and again. Cheap while nobody asks."""
         if self.step is not None:
             return
-        if self.reason is None and (own := self._cells.asked()) is not None:
-            self.ask(own)
-        if self._store is not None:
-            self._tick_nodes(self._store)
-        elif self.reason is not None:
-            decision = decide([standing(self._cells, self._limit)], self._limit, self._margin)
-            if decision is not None:
-                self._apply(decision, self.reason)
+        asked, agreed = (
+            self._asks.asked,
+            self._asks.agreed,
+        )  # in this order: once it is agreed, nothing is asked any more
+        if agreed is not None:
+            self.step, self.reason = agreed.boundary, self._why(agreed)
+            self._cells.write(VERDICT, (agreed.boundary + 1) * 4 + self.reason.code)
+            return
+        if asked is not self._asked:
+            self._take(asked)
+        if self._asked is not None and not self._is_answered:
+            self._answer(self._asked)
 
-    def _tick_nodes(self, store: Store) -> None:
-        if self.reason is None:
-            if not store.check(["asked"]):
-                return
-            self.reason = StopReason(store.get("asked").decode())
-        mine = standing(self._cells, self._limit)
-        if mine != self._published:
-            store.set(f"standing/{self._node}", json.dumps(asdict(mine)))
-            self._published = mine
-        if self._node == 0:
-            keys = [f"standing/{node}" for node in range(self._num_nodes)]
-            if not store.check(keys):
-                return
-            standings = [Standing(**json.loads(store.get(key))) for key in keys]
-            if (decision := decide(standings, self._limit, self._margin)) is not None:
-                store.set("decision", json.dumps([asdict(decision), self.reason.value]))
-                self._apply(decision, self.reason)
-        elif store.check(["decision"]):
-            fields, reason = json.loads(store.get("decision"))
-            decision = Decision(**fields)
-            if decision.final or decision.limit != self._limit:
-                self._apply(decision, StopReason(reason))
+    def _take(self, asked: Promise | None) -> None:
+        self._asked, self._is_answered = asked, False
+        if asked is None:
+            self._cells.write(LIMIT, 0)
+        elif asked.boundary > self._highest:
+            self._highest = asked.boundary
+            self._cells.write(LIMIT, asked.boundary + 1)
 
-    def _apply(self, decision: Decision, reason: StopReason) -> None:
-        assert decision.limit >= self._limit, (decision, self._limit)
-        if decision.final:
-            self._cells.write(VERDICT, (decision.limit + 1) * 4 + reason.code)
-            self.step, self.reason = decision.limit, reason
+    def _answer(self, asked: Promise) -> None:
+        here = standing(self._cells, asked.boundary)
+        is_stale = self._cells.views[0][LIMIT] != asked.boundary + 1  # it was given back once, or is below one that was
+        if is_stale or here.passed or here.acked:
+            self._is_answered = True
+            is_kept = here.acked and not here.passed and not is_stale
+            step = max(here.furthest, self._highest) if is_stale else here.furthest
+            self._asks.promise(asked, is_kept=is_kept, step=step)
+
+
+class OnlyNode:
+    """Who asks where there is one node."""
+
+    def __init__(self) -> None:
+        self.asked: Promise | None = None
+        self.agreed: Generation | None = None
+        self.step = -1  # finished by the furthest worker; kept up to date from outside
+        self._ahead = 1
+
+    def notice(self) -> None:
+        """All workers shall stop."""
+        if self.asked is None:
+            self._ask(self.step)
+
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        if is_kept:
+            self.agreed = Generation(boundary=asked.boundary, is_paused=True)
         else:
-            self._limit = decision.limit
-            self._margin *= 2  # steps shorter than the agent's tick must not outrun it for ever
-            self._cells.write(LIMIT, decision.limit + 1)
+            self._ask(step)
+
+    def _ask(self, step: int) -> None:
+        self.asked = Promise(0, step + self._ahead)
+        self._ahead *= 2  # steps shorter than the agent's tick must not outrun it for ever

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from elastictrain.elastic.cells import LOST, Cells
 from elastictrain.elastic.processes import WorkerProcess
 from elastictrain.elastic.report import Report, root_cause
-from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from elastictrain.errors import IN_ORDER
 
 TICK = 0.01
 
@@ -44,13 +44,19 @@ def find_cause(
         time.sleep(TICK)
 
 
+def is_anothers(workers: Sequence[WorkerProcess], cells: Cells, reports: str) -> bool:
+    """Do those workers that have failed say no more than that they have lost others?"""
+    cause = root_cause(_causes(workers, cells, reports))
+    return cause is not None and cause.lost_peer
+
+
 def _causes(workers: Sequence[WorkerProcess], cells: Cells, reports: str) -> list[Report]:
     causes = []
     for worker, step in zip(workers, cells.steps(), strict=True):
         report = Report.read(reports, worker.rank)
         if report is not None:
             causes.append(report)
-        elif worker.code not in (None, EXIT_FINISHED, EXIT_PREEMPTED):
+        elif worker.code not in (None, *IN_ORDER):
             secondary = worker.code == -signal.SIGABRT  # gloo calls std::terminate when its peers vanish
             ended = worker.ended_at or 0.0
             causes.append(Report("died", worker.rank, step, message=worker.end, lost_peer=secondary, time=ended))

@@ -10,13 +10,14 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``STEP`` | worker | 1 + finished steps at its last boundary; 0 before the first |
 | ``ASKED`` | worker | code of the reason for which the worker itself was asked to stop by a signal; 0: not asked |
 | ``ACKED`` | worker | 1 + the limit that the worker promised not to pass; 0: none |
-| ``LIMIT`` | agent | 1 + the step at which all shall stop; 0: nothing asked |
+| ``LIMIT`` | agent | 1 + the step at which all shall stop; 0: nothing asked, or no more |
 | ``VERDICT`` | agent | (1 + limit) * 4 + code of the reason, once every worker has acked that limit; 0: none |
 | ``ABORT`` | agent | 1: this generation is over, and SIGTERM means "unwind now" |
 | ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
 | ``LIVES`` | worker | 1: the worker can go on in the next generation, see :mod:`elastictrain.lives` |
 | ``LOST`` | worker | 1: the worker has lost the others, and waits to hear what comes next |
 | ``BEATS`` | worker | grows with what it does between boundaries |
+| ``READY`` | worker | 1: the worker has stopped for a change, and waits to hear what comes next |
 
 A missing or short file is an ``OSError`` or ``ValueError`` from the constructor.
 """
@@ -27,14 +28,15 @@ import mmap
 from enum import IntEnum, StrEnum
 
 WORDS = 16  # whole cache lines per worker: no false sharing
-PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER, LIVES, LOST, BEATS = range(11)
+PHASE, STEP, ASKED, ACKED, LIMIT, VERDICT, ABORT, KEEPER, LIVES, LOST, BEATS, READY = range(12)
 
 
 class StopReason(StrEnum):
-    """Why a run stops before its end."""
+    """Why workers stop before the run's end."""
 
     INTERRUPT = "interrupt"  # a person pressed Ctrl-C
     PREEMPT = "preempt"  # the scheduler takes the machine back
+    CHANGE = "change"  # nodes come or go: what the next generation goes on from is to be there, and the run goes on
 
     @property
     def code(self) -> int:

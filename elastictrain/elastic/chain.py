@@ -52,6 +52,7 @@ class Generation:
         reason: for people.
         job: the same as long as one member after another hands it on, and another one once nobody was left.
         first: the number of the job's first generation.
+        is_paused: its members are fewer than the run needs: they wait together, and nobody trains.
     """
 
     number: int = 0
@@ -61,6 +62,7 @@ class Generation:
     reason: str = ""
     job: str = ""
     first: int = 0
+    is_paused: bool = False
 
     def rank_of(self, node: str) -> int | None:
         """The rank of a node; None: it is no member."""
@@ -69,7 +71,7 @@ class Generation:
     def to_json(self) -> Message:
         members = [member.to_json() for member in self.members]
         return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
-                "reason": self.reason, "job": self.job, "first": self.first}  # fmt: skip
+                "reason": self.reason, "job": self.job, "first": self.first, "paused": self.is_paused}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,16 @@ def generation_from_json(data: Any) -> Generation:
     """
     try:
         members = members_from_json(data["members"])
-        boundary = data["boundary"]
-        if type(boundary) is not int or len({member.node for member in members}) != len(members):
+        boundary, is_paused = data["boundary"], data["paused"]
+        if (
+            type(boundary) is not int
+            or type(is_paused) is not bool
+            or len({member.node for member in members}) != len(members)
+        ):
             raise ValueError("boundary or members")
         number, epoch, first = (_count(data[name]) for name in ("number", "epoch", "first"))
-        return Generation(number, epoch, members, boundary, _text(data["reason"]), _text(data["job"]), first)
+        reason, job = _text(data["reason"]), _text(data["job"])
+        return Generation(number, epoch, members, boundary, reason, job, first, is_paused)
     except (KeyError, TypeError, ValueError) as error:
         raise ChainError(f"not a generation: {error!r}") from error
 
@@ -186,6 +193,7 @@ def difference(before: Generation, after: Generation) -> Message:
         "reason": after.reason,
         "job": after.job,
         "first": after.first,
+        "paused": after.is_paused,
     }
 
 
@@ -204,7 +212,8 @@ def changed(before: Generation, message: Message) -> Generation:
     stay = tuple(member for member in before.members if member.node not in gone)
     members = stay + members_from_json(message["come"])
     epoch, boundary, first = (int(message[name]) for name in ("epoch", "boundary", "first"))
-    return Generation(number, epoch, members, boundary, str(message["reason"]), str(message["job"]), first)
+    reason, job = str(message["reason"]), str(message["job"])
+    return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True)
 
 
 def _member(data: Any) -> Member:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastictrain.elastic.actions import Action, Closed, Formed, Left, Send, StopAt
+from elastictrain.elastic.actions import Action, Closed, Formed, Left, Promise, Release, Send
 from elastictrain.elastic.chain import ChainError, Generation, Member, Message, changed, generation_from_json
 from elastictrain.elastic.timing import Timing
 
@@ -16,7 +16,7 @@ class Following:
     Attributes:
         generation: the newest one that this node knows.
         step: finished steps, kept up to date by the driver; -1: none.
-        stop_at: the step that this node has promised not to pass.
+        asked: what the leader wants this node's workers to promise, until it is void or the generation ends.
         link: to a leader that has said welcome.
         epoch: of that leader.
     """
@@ -25,7 +25,7 @@ class Following:
         self._me, self._out = me, out
         self.generation = Generation()
         self.step = -1
-        self.stop_at: int | None = None
+        self.asked: Promise | None = None
         self.is_ready = self.is_leaving = self.is_over = False
         self._failed_number = 0  # the generation whose workers have failed here
         self._closing = ""
@@ -60,6 +60,12 @@ class Following:
         self.beat_at = now + self._beat
         self._say({"is": "beat", "ready": self.is_ready, "step": self.step})
 
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        """The workers' answer; one that nobody waits for any more is nothing."""
+        if asked is self.asked:
+            self.step = step
+            self._say({"is": "promise", "boundary": asked.boundary, "kept": is_kept, "step": step})
+
     def leave(self) -> None:
         self.is_leaving = True
         self._say({"is": "leave"})
@@ -84,7 +90,10 @@ class Following:
     def welcomed(self, link: int, message: Message, now: float) -> None:
         """By a leader of an epoch that is not too old."""
         self.link, self.epoch, self._welcomed, self.beat_at = link, int(message["epoch"]), now, now
-        self._stop_at(message["stop_at"])  # what another leader had prepared and not committed is void
+        if "generation" in message:  # what was promised for it is not given back, but kept
+            self.learn(generation_from_json(message["generation"]))
+        if self.asked is not None and self.asked.boundary != message["stop_at"]:
+            self._release()  # another leader had prepared it, and not committed
         if self.is_leaving:
             self.leave()
         if self._closing:
@@ -109,9 +118,9 @@ class Following:
         if kind == "change":
             self.learn(changed(self.generation, message))
         elif kind == "prepare":
-            self._promise(int(message["number"]), int(message["boundary"]))
+            self._ask(int(message["number"]), int(message["boundary"]))
         elif kind == "cancel":
-            self._stop_at(None)
+            self._release()
         elif kind == "ping" and message.get("answer"):
             self.beat(now)
         elif kind == "bye":
@@ -127,7 +136,7 @@ class Following:
         if generation.number > self.generation.number:
             self.generation = generation
             self._failed_number = 0
-            self.stop_at = None
+            self.asked = None
             self._out.append(Formed(generation))
 
     def close_down(self, reason: str) -> None:
@@ -135,14 +144,12 @@ class Following:
             self.is_over = True
             self._out.append(Closed(reason))
 
-    def _promise(self, number: int, boundary: int) -> None:
+    def _ask(self, number: int, boundary: int) -> None:
         if number == self.generation.number and self.is_member:
-            is_kept = self.step < boundary
-            if is_kept:
-                self._stop_at(boundary)
-            self._say({"is": "promise", "boundary": boundary, "kept": is_kept, "step": self.step})
+            self.asked = Promise(number, boundary)
+            self._out.append(self.asked)
 
-    def _stop_at(self, boundary: int | None) -> None:
-        if boundary != self.stop_at:
-            self.stop_at = boundary
-            self._out.append(StopAt(boundary))
+    def _release(self) -> None:
+        if self.asked is not None:
+            self.asked = None
+            self._out.append(Release())

@@ -24,7 +24,9 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -37,7 +39,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastictrain.channel import key_of
+from elastictrain.checkpoint.storage import is_exclusive
 from elastictrain.checkpoint.token import VARIABLE, make_token, read_token
+from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.chain import Generation, Member
 from elastictrain.elastic.node import Log, RunNode, listen
 from elastictrain.elastic.rendezvous import LOOPBACK, GenerationHandler, free_port
@@ -50,6 +54,7 @@ BACKEND = "elastictrain"
 ENDPOINT_PORT = 29400  # torchrun's own default
 MASTER = "master"
 LEAVE_SECONDS = 5.0
+PATIENCE = 3.0  # seconds before it is said that there is something to wait for
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -63,6 +68,10 @@ class RunRendezvous(GenerationHandler):
         local_addr: this node's address for the others; None: the one on its way out.
         join_seconds: how long to wait for enough nodes.
         num_workers: of this node; 0: only the agent knows, and tells the others itself.
+        has_steps: the agent answers :attr:`asked`, and where a change is agreed on, its workers stop at that step. Else all
+            changes are the same to it: ``num_nodes_waiting`` is not 0.
+        say: prints one line.
+        token_dir: the run directory with the run's token, where ``endpoint`` is none.
     """
 
     def __init__(
@@ -75,11 +84,22 @@ class RunRendezvous(GenerationHandler):
         local_addr: str | None = None,
         join_seconds: float = 600.0,
         num_workers: int = 0,
+        has_steps: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+        token_dir: str | None = None,
     ) -> None:
-        self._run_id, self._num_workers = run_id, num_workers
-        self._join_seconds = join_seconds
+        self._run_id, self._has_steps, self._say = run_id, has_steps, say
+        self._join_seconds, self._timing = join_seconds, timing
+        self.loss_seconds = 2 * timing.ttl + 5.0
+        self._agreed: Generation | None = None
+        self._reasons: list[str] = []  # of all generations since the current one
+        self._told = ""
         self._current = Generation()
         host = local_addr or own_address()
+        leads, server = (False, None) if fixed is None else _listen_if_mine(*fixed, host)
+        if leads:
+            assert fixed is not None
+            host = fixed[0]  # where the others look for it, whatever else this machine's addresses are
         # The store is bound to one address: its own listener would take every one that this machine has.
         store_socket = listen(host)
         self._store_server = TCPStore(
@@ -90,38 +110,40 @@ class RunRendezvous(GenerationHandler):
             master_listen_fd=store_socket.detach(),
         )
         self._host = self.address = host
-        self._node = self._join(endpoint, fixed, timing)
+        run_log, key, leader = self._log_at(endpoint, fixed, token_dir)
+        server = listen(host) if server is None else server
+        name = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
+        me = Member(name, host, server.getsockname()[1], self._store_server.port, num_workers)
+        if run_log is None:
+            run_log = FixedLog(me if leads else leader, is_mine=leads)
+        self._node = RunNode(
+            me, server, run_log=run_log, key=key, timing=timing, on_formed=self._formed, on_asked=self._was_asked
+        )
         self._node.start()
 
-    def _join(self, endpoint: str, fixed: tuple[str, int] | None, timing: Timing) -> RunNode:
-        name = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
-        run_log: Log
-        if fixed is None:
-            run_dir = RunDir(endpoint)
-            if run_dir.is_memory:
-                raise UsageError(f"--rdzv-endpoint {endpoint}: other processes do not see it")
-            make_token(run_dir)
-            key = key_of(read_token(run_dir))
-            folder = FOLDER if self._run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(self._run_id, safe='')}"
-            run_log = RunLog(run_dir, key, folder=folder)
-            run_log.probe()
-            server = listen(self._host)
-            me = self._me(name, server)
-        else:
-            if VARIABLE not in os.environ:
+    def _log_at(
+        self, endpoint: str, fixed: tuple[str, int] | None, token_dir: str | None
+    ) -> tuple[Log | None, bytes, Member]:
+        """The run log, if there is one, the key of the run's token, and who leads where there is none.
+
+        Raises:
+            UsageError: nodes cannot meet there.
+        """
+        if fixed is not None:
+            if VARIABLE not in os.environ and (token_dir is None or not is_exclusive(RunDir(token_dir))):
                 raise UsageError(
                     f"--rdzv-endpoint {endpoint}: set {VARIABLE} to the same secret on all nodes,"
                     " or name a run directory instead"
                 )
-            key = key_of(read_token(RunDir("memory://")))
-            leads, server = _listen_if_mine(*fixed, self._host)
-            me = self._me(name, server)
-            leader = me if leads else Member("the endpoint", *fixed)
-            run_log = FixedLog(leader, is_mine=leads)
-        return RunNode(me, server, run_log=run_log, key=key, timing=timing)
-
-    def _me(self, name: str, server: socket.socket) -> Member:
-        return Member(name, self._host, server.getsockname()[1], self._store_server.port, self._num_workers)
+            return None, _key(RunDir("memory://" if token_dir is None else token_dir)), Member("the endpoint", *fixed)
+        run_dir = RunDir(endpoint)
+        if run_dir.is_memory:
+            raise UsageError(f"--rdzv-endpoint {endpoint}: other processes do not see it")
+        key = _key(run_dir)
+        folder = FOLDER if self._run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(self._run_id, safe='')}"
+        run_log = RunLog(run_dir, key, folder=folder)
+        run_log.probe()
+        return run_log, key, Member("")
 
     # ---- torch's side ------------------------------------------------------------------------------------------------
 
@@ -145,16 +167,86 @@ class RunRendezvous(GenerationHandler):
         self._node.close(f"closed by {self._node.me.node}")
 
     def num_nodes_waiting(self) -> int:
-        """Not 0: there is a newer generation."""
-        return int(self._node.generation.number > self._current.number or self._node.error is not None)
+        """Not 0: there is a newer generation, which begins at once."""
+        return int(self.is_superseded or self._node.error is not None)
 
     def shutdown(self) -> bool:
         """Leave; the others go on."""
-        has_left = self._node.leave(seconds=LEAVE_SECONDS)
+        if self._has_steps:  # it has given notice, or has failed: then nobody is here who could promise anything
+            has_left = self._node.has_left
+        else:
+            has_left = self._node.leave(seconds=LEAVE_SECONDS)
         self._node.stop()
         return has_left
 
+    # ---- the agent's side --------------------------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> Promise | None:
+        asked = self._node.asked
+        return asked if asked is not None and asked.number == self._current.number else None
+
+    @property
+    def agreed(self) -> Generation | None:
+        agreed = self._agreed
+        return agreed if agreed is not None and agreed.number == self._current.number + 1 else None
+
+    @property
+    def is_superseded(self) -> bool:
+        newest, agreed = self._node.generation, self.agreed
+        if agreed is None:
+            return newest.number > self._current.number
+        if not self.is_in(agreed):
+            return False  # it leaves, whatever comes then
+        stay = {one.node for one in self._current.members} & {one.node for one in agreed.members}
+        return newest.number > agreed.number and not stay <= {one.node for one in newest.members}
+
+    @property
+    def has_news(self) -> bool:
+        return self._node.generation.number > self._current.number
+
+    @property
+    def is_out(self) -> bool:
+        return not self.is_in(self._node.generation)
+
+    @property
+    def closed(self) -> str:
+        return self._node.closed
+
+    def is_in(self, generation: Generation) -> bool:
+        return generation.rank_of(self._node.me.node) is not None
+
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        self._node.promise(asked, is_kept=is_kept, step=step)
+
+    def notice(self) -> None:
+        self._node.notice()
+
+    def lost_a_peer(self) -> None:
+        self._node.suspect()
+
+    def end(self, reason: str) -> None:
+        self._node.close(reason)
+        self._node.wait(lambda: bool(self._node.closed), seconds=LEAVE_SECONDS)
+
+    def reached(self, step: int) -> None:
+        self._node.steps(step)
+
+    def workers_failed(self) -> None:
+        self._node.failed(self._current.number)
+
     # ---- ours --------------------------------------------------------------------------------------------------------
+
+    def _formed(self, generation: Generation) -> None:
+        """In the node's thread."""
+        self._reasons.append(generation.reason)
+        if self._has_steps and generation.boundary >= 0 and generation.number == self._current.number + 1:
+            self._agreed = generation
+
+    def _was_asked(self, asked: Promise) -> None:
+        """The same. Workers without steps may promise anything: they begin anew."""
+        if not self._has_steps:
+            self._node.promise(asked, is_kept=True, step=-1)
 
     def _next(self, deadline: float) -> RendezvousInfo:
         self._node.ready()
@@ -167,6 +259,9 @@ class RunRendezvous(GenerationHandler):
             if info is not None:
                 self._current, self.job_id, self.members = generation, generation.job, generation.members
                 self.rank = info.rank
+                self.reason = "; ".join(dict.fromkeys(self._reasons))
+                self._reasons.clear()
+                self._agreed = None
                 self.generation = generation.number - generation.first
                 return info
             after = generation.number  # its first member has gone before it was there: there will be another one
@@ -175,9 +270,15 @@ class RunRendezvous(GenerationHandler):
     def _wait_for_generation(self, after: int, deadline: float) -> Generation:
         def is_there() -> bool:
             generation = self._node.generation
-            return generation.number > after and generation.rank_of(self._node.me.node) is not None
+            return generation.number > after and self.is_in(generation) and not generation.is_paused
 
-        is_met = self._node.wait(is_there, seconds=max(0.0, deadline - time.monotonic()))
+        self.check()
+        is_met = self._node.wait(is_there, seconds=min(PATIENCE, max(0.0, deadline - time.monotonic())))
+        while not is_met and not self._is_over and (time.monotonic() < deadline or self._may_wait_on):
+            self.check()
+            self._tell_that_it_waits()
+            is_met = self._node.wait(is_there, seconds=min(1.0, max(0.1, deadline - time.monotonic())))
+        self._told = ""
         if isinstance(self._node.error, UsageError):
             raise self._node.error
         if self._node.error is not None:
@@ -187,6 +288,29 @@ class RunRendezvous(GenerationHandler):
         if not is_met:
             raise RendezvousTimeoutError(f"no generation with this node within {self._join_seconds:g} s")
         return self._node.generation
+
+    @property
+    def _is_over(self) -> bool:
+        return self._node.error is not None or bool(self._node.closed)
+
+    @property
+    def _may_wait_on(self) -> bool:
+        """Not only for the run's first nodes: for others to come back, or to go."""
+        return self._has_steps and (
+            self._current.number > 0 or len(self._node.generation.members) >= self._timing.max_nodes
+        )
+
+    def _tell_that_it_waits(self) -> None:
+        there, least = len(self._node.generation.members), self._timing.min_nodes
+        if there >= self._timing.max_nodes:
+            line = f"{there} nodes train, which is MAX of --nnodes: standing by until one goes"
+        elif self._current.number > 0:
+            line = f"waiting for nodes, of which at least {least} are needed; what this node keeps in memory stays"
+        else:
+            return
+        if line != self._told:
+            self._told = line
+            self._say(line)
 
     def _meet(self, generation: Generation, deadline: float) -> RendezvousInfo | None:
         """Agree on where the workers meet; None: there is a newer generation, or the first member does not answer.
@@ -228,8 +352,8 @@ def get_handler() -> Callable[[RendezvousParameters], RunRendezvous]:
     return create
 
 
-def create(parameters: RendezvousParameters) -> RunRendezvous:
-    """A handler from torchrun's options."""
+def create(parameters: RendezvousParameters, **more: Any) -> RunRendezvous:
+    """A handler from torchrun's options, and what else :class:`RunRendezvous` may be given."""
     try:
         timing = Timing(
             min_nodes=parameters.min_nodes,
@@ -238,6 +362,7 @@ def create(parameters: RendezvousParameters) -> RunRendezvous:
             ttl=float(parameters.get("ttl", Timing.ttl)),
             beat=float(parameters.get("beat", Timing.beat)),
         )
+        timing = replace(timing, probe=max(Timing.probe, timing.ttl / 5))
         join_seconds = float(parameters.get("join_timeout", parameters.get("timeout", 600.0)))
     except ValueError as error:
         raise UsageError(f"--rdzv-conf: {error}; give seconds, such as ttl=2.5") from error
@@ -250,7 +375,14 @@ def create(parameters: RendezvousParameters) -> RunRendezvous:
         timing=timing,
         local_addr=parameters.local_addr,
         join_seconds=join_seconds,
+        **more,
     )
+
+
+def _key(run_dir: RunDir) -> bytes:
+    """Of the run's token, which is made if it is not there."""
+    make_token(run_dir)
+    return key_of(read_token(run_dir))
 
 
 def own_address() -> str:

@@ -3,10 +3,10 @@
 * A node whose connection has closed, or that was silent for :attr:`Timing.ttl`, is **lost**: the others go on without it at
   once. Losses within :attr:`Timing.settle` are one change, and so are joins within :attr:`Timing.gather`.
 * A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead,
-  each member promises not to pass it (or says that it is too late, and a later one is proposed), and only then is the
-  change committed. A loss meanwhile needs no step and wins.
-* Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by; below the minimum nothing is
-  formed.
+  each member promises not to pass it (or says that it is too late, and a later one is proposed, further ahead each time),
+  and only then is the change committed. A loss meanwhile needs no step and wins.
+* Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by. Below the minimum nothing is
+  formed; where that is planned, because nodes leave, those that stay are paused together, and nobody trains.
 
 Times are seconds of one steady clock, handed in. What is decided comes out of :meth:`Leader.tick`, which is to be called
 after each event and at :attr:`Leader.deadline`.
@@ -103,6 +103,7 @@ class Leader:
         self._is_due_again: float | None = None
         self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0
+        self._ahead = timing.lead
         self._renew = False
         self._closing = ""
         self._probe_since: float | None = None
@@ -138,7 +139,7 @@ class Leader:
         known = self.nodes.get(node)
         if known is not None:
             known.last = now
-            known.step = max(known.step, step)
+            known.step = step
             if is_ready != known.is_ready:
                 known.is_ready = is_ready
                 self._joins(now)
@@ -148,7 +149,7 @@ class Leader:
         known = self.nodes.get(node)
         if known is not None and not known.is_leaving:
             known.is_leaving = True
-            self._losses(now)
+            self._joins(now)
 
     def lost(self, node: str, *, now: float) -> None:
         if self.nodes.pop(node, None) is not None:
@@ -176,7 +177,8 @@ class Leader:
             self._promised += self.nodes[node].promised != boundary
             self.nodes[node].promised = boundary
         else:
-            self.preparing = None  # it is past that step: the next tick proposes a later one
+            self.preparing = None  # it may be past that step: the next tick proposes a later one
+            self._ahead *= 2  # so that short steps cannot outrun the question for ever
             self._joins_since = self._joins_since if self._joins_since is not None else now
 
     def close(self, reason: str, *, now: float) -> None:
@@ -266,8 +268,8 @@ class Leader:
             self._is_due_again = self._grace_until
             return
         if not here:  # the first generation, or nobody of the last one is left
-            is_full = len(self.nodes) >= self.timing.max_nodes and len(self.wanted()) >= self.timing.max_nodes
-            due = 0.0 if is_full else self._since() + self.timing.form
+            num_wanted = len(self.wanted())
+            due = 0.0 if num_wanted in (0, self.timing.max_nodes) else self._since() + self.timing.form
         elif self._losses_since is not None:
             due = self._losses_since + self.timing.settle
         else:
@@ -277,18 +279,21 @@ class Leader:
             return
         self._is_due_again = None
         wanted = self.wanted()
-        is_sudden = len(here) < len(members) or not members or self._renew
-        if [one.node for one in wanted] == [one.node for one in members] and not self._renew:
+        is_enough = len(wanted) >= self.timing.min_nodes
+        nobody_trains = not members or self.generation.is_paused
+        is_sudden = len(here) < len(members) or nobody_trains or self._renew
+        must_form = self._renew or (self.generation.is_paused and is_enough)
+        if [one.node for one in wanted] == [one.node for one in members] and not must_form:
             self._rest(out)
             self._let_go(out, everybody=False)
-        elif len(wanted) < self.timing.min_nodes:
+        elif is_sudden and not is_enough:
             self._rest(out)
             self._let_go(out, everybody=True)
             out.append(Reread())  # a leader that cannot form anything had better still be one
         elif is_sudden:
             self._form(wanted, -1, self._why(here, wanted), out)
         elif self.preparing is None:
-            self.preparing = max(self.nodes[name].step for name in here) + self.timing.lead
+            self.preparing = max(self.nodes[name].step for name in here) + self._ahead
             self._promised = 0
             for name in here:
                 self.nodes[name].promised = -1
@@ -303,18 +308,20 @@ class Leader:
             job, first = old.job, old.first
         else:  # nobody is left who could go on with it
             job, first = f"{wanted[0].node}/{number}", number
-        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first)
+        is_paused = len(wanted) < self.timing.min_nodes
+        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused)
         self._commit(self.entry.with_generation(generation), out)
 
     def _commit(self, entry: Entry, out: list[Decision]) -> None:
         self.pending = entry
         self._renew, self._losses_since, self._joins_since, self._is_due_again = False, None, None, None
-        self.preparing = None
+        self.preparing, self._ahead = None, self.timing.lead
         out.append(Commit(entry))
 
     def _rest(self, out: list[Decision]) -> None:
         """Nothing to change."""
         self._losses_since = self._joins_since = None
+        self._ahead = self.timing.lead
         if self.preparing is not None:
             self.preparing = None
             out.append(Cancel())

@@ -32,6 +32,7 @@ from elastictrain.elastic.cells import (
     LIVES,
     LOST,
     PHASE,
+    READY,
     STEP,
     VERDICT,
     Phase,
@@ -196,6 +197,10 @@ class AgentMembership(Membership):
             describe(error, rank=self.rank, step=self.step).write(self.assignment.reports)
             self._cell[LOST] = 1
 
+    def handed_over(self) -> None:
+        """It has stopped for nodes that come or go: the agent says what comes next."""
+        self._cell[READY] = 1
+
     def next_place(self) -> None:
         """This process has let go of everything of its generation; returns when it has a place in another one.
 
@@ -237,6 +242,8 @@ class AgentMembership(Membership):
         cell, pause = self._cell, 0.0002
         while self.stopped is None:
             limit = cell[LIMIT] - 1
+            if limit < 0:  # it was given back
+                return None
             if step < limit:
                 cell[ACKED] = limit + 1
                 return None

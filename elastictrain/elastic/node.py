@@ -49,10 +49,11 @@ class RunNode:
         run_log: where the run's nodes agree.
         key: of the run's token.
         on_formed: called in the node's thread with each new generation.
-        on_stop_at: the same, with the step behind which no other may begin in this generation, or None.
+        on_asked: the same, with what the leader wants the workers to promise; :meth:`promise` is the answer.
 
     Attributes:
         generation: the newest one that this node knows.
+        asked: what the leader wants the workers of that one to promise; None: nothing, or no more.
         closed: why the run is over for all; empty: it is not.
         error: what has ended this node.
         num_refused: connections that did not have the token.
@@ -67,12 +68,13 @@ class RunNode:
         key: bytes,
         timing: Timing,
         on_formed: Callable[[Generation], None] | None = None,
-        on_stop_at: Callable[[int | None], None] | None = None,
+        on_asked: Callable[[actions.Promise], None] | None = None,
     ) -> None:
         self.me, self._server, self._log, self._key = me, server, run_log, key
-        self._on_formed, self._on_stop_at = on_formed, on_stop_at
+        self._on_formed, self._on_asked = on_formed, on_asked
         self._peer = Peer(me, timing, chance=random.Random())  # seeded by the system
         self.generation = Generation()
+        self.asked: actions.Promise | None = None
         self.closed = ""
         self.error: BaseException | None = None
         self.has_left = False
@@ -114,15 +116,23 @@ class RunNode:
         """So many steps are finished."""
         self._peer.step = step
 
+    def promise(self, asked: actions.Promise, *, is_kept: bool, step: int) -> None:
+        """The workers' answer, and how far they have come."""
+        self._ask(self._peer.on_promise, asked, is_kept, step)
+
     def wait(self, is_met: Callable[[], bool], *, seconds: float) -> bool:
         """Until something about this node is so, it has ended, or the run is closed; whether it is so."""
         with self._changed:
             self._changed.wait_for(lambda: is_met() or self.error is not None or bool(self.closed), timeout=seconds)
             return is_met()
 
+    def notice(self) -> None:
+        """Ask to be let go; :attr:`has_left` says when."""
+        self._ask(self._peer.on_leave)
+
     def leave(self, *, seconds: float) -> bool:
         """Ask to be let go, and wait for it; whether the others know."""
-        self._ask(self._peer.on_leave)
+        self.notice()
         return self.wait(lambda: self.has_left, seconds=seconds)
 
     def stop(self) -> None:
@@ -223,12 +233,15 @@ class RunNode:
             case actions.Trim(index):
                 self._in_storage(lambda: self._log.trim(index), lambda _done: None)
             case actions.Formed(generation):
-                self._notify(generation=generation)
                 if self._on_formed is not None:
                     self._on_formed(generation)
-            case actions.StopAt(boundary):
-                if self._on_stop_at is not None:
-                    self._on_stop_at(boundary)
+                self._notify(generation=generation, asked=None)
+            case actions.Promise():
+                self._notify(asked=action)
+                if self._on_asked is not None:
+                    self._on_asked(action)
+            case actions.Release():
+                self._notify(asked=None)
             case actions.Left():
                 self._notify(has_left=True)
             case actions.Closed(reason):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import random
 from enum import Enum, auto
 
-from elastictrain.elastic.actions import Action, Close, Connect, Create, Read, Send
+from elastictrain.elastic.actions import Action, Close, Connect, Create, Promise, Read, Send
 from elastictrain.elastic.chain import ChainError, Entry, Generation, Member, Message
 from elastictrain.elastic.election import Election, Verdict
 from elastictrain.elastic.following import Following
@@ -92,14 +92,15 @@ class Peer:
     def step(self, step: int) -> None:
         self.following.step = step
 
-    def may_step(self) -> bool:
-        """May the next step begin in this generation?"""
-        return self.following.stop_at is None or self.step < self.following.stop_at
-
     def on_ready(self, now: float) -> list[Action]:
         """This node can be a member from now on."""
         self.following.is_ready = True
         self.following.beat(now)
+        return self._done(now)
+
+    def on_promise(self, asked: Promise, is_kept: bool, step: int, now: float) -> list[Action]:
+        """The workers' answer: they will not pass that step; or they cannot promise it, and have come as far as ``step``."""
+        self.following.promise(asked, is_kept=is_kept, step=step)
         return self._done(now)
 
     def on_leave(self, now: float) -> list[Action]:

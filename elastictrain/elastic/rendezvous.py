@@ -1,51 +1,51 @@
 """Where agents meet, as torch.distributed.elastic's ``RendezvousHandler`` wants it.
 
 :class:`LocalRendezvous` is one node that meets nobody: no store on the network, and a fresh port on loopback for every
-generation. :class:`NodesRendezvous` is torch's c10d rendezvous for several nodes, made fit for restarts: every
-generation's workers get a master address and port of their own (torch's shared store would hand them the addresses of
-the generation before), and all agents agree on the generation's number.
+generation. Several nodes meet by :class:`~elastictrain.elastic.handler.RunRendezvous`.
 
-On failure: what torch raises (``RendezvousError`` and its kinds), or a :class:`~elastictrain.errors.UsageError` for an
-endpoint that cannot be reached.
+On failure: what torch raises, ``RendezvousError`` and its kinds.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import time
 import uuid
 
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from elastictrain.elastic.chain import Member
-from elastictrain.errors import UsageError
+from elastictrain.elastic.actions import Promise
+from elastictrain.elastic.agreement import OnlyNode
+from elastictrain.elastic.chain import Generation, Member
 
 LOOPBACK = "127.0.0.1"
 
 
 class GenerationHandler(RendezvousHandler):
-    """A handler that also knows the number of the generation it has just formed.
+    """A handler that also knows the number of the generation it has just formed, and how this one shall end.
 
     Attributes:
         job_id: the same on all nodes and in all generations of this run, and in no other.
         address: this node's for the others; None: there are none.
         members: of this generation, in the order of their ranks, each with the number of its workers.
         rank: this node's place among them.
+        reason: why this generation was formed, in words; empty where nobody came or went.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
         began, formed: when the last rendezvous began and ended, seconds since the epoch.
+        loss_seconds: how long a loss may take to be known, where workers have lost a peer.
+        asked, agreed: see :class:`~elastictrain.elastic.agreement.Asks`.
+        is_superseded: a newer generation begins at once, whatever step workers are in.
+        has_news: there is a newer generation, whenever it begins.
+        closed: why the run is over for all nodes; empty: it is not.
     """
 
     generation: int = -1
@@ -53,9 +53,67 @@ class GenerationHandler(RendezvousHandler):
     members: tuple[Member, ...] = ()
     rank: int = 0
     address: str | None = None
+    reason: str = ""
     waiting: bool = False
     began: float = 0.0
     formed: float = 0.0
+    loss_seconds: float = 0.0
+
+    @property
+    def asked(self) -> Promise | None:
+        return None
+
+    @property
+    def agreed(self) -> Generation | None:
+        return None
+
+    @property
+    def is_superseded(self) -> bool:
+        return False
+
+    @property
+    def has_news(self) -> bool:
+        return False
+
+    @property
+    def is_out(self) -> bool:
+        """Is this node no member of the newest one?"""
+        return False
+
+    @property
+    def closed(self) -> str:
+        return ""
+
+    def reached(self, step: int) -> None:
+        """So many steps are finished by the furthest of this node's workers; -1: none yet."""
+
+    def check(self) -> None:
+        """Called again and again inside :meth:`next_rendezvous`; what it raises ends that."""
+
+    def workers_failed(self) -> None:
+        """There shall be another generation: workers of this one have failed here."""
+
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        """The answer of this node's workers to ``asked``; see :class:`~elastictrain.elastic.actions.Promise`."""
+        raise NotImplementedError
+
+    def notice(self) -> None:
+        """This node is to go: :attr:`agreed` will say at which step. The others go on."""
+        raise NotImplementedError
+
+    def lost_a_peer(self) -> None:
+        """Workers say that they have lost others: look who is still there."""
+
+    def end(self, reason: str) -> None:
+        """The run is over, for all nodes."""
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self.members) == 1
+
+    def is_in(self, generation: Generation) -> bool:
+        """Is this node a member of it?"""
+        return False
 
 
 class LocalRendezvous(GenerationHandler):
@@ -65,6 +123,24 @@ class LocalRendezvous(GenerationHandler):
         self._store = HashStore()
         self.job_id = uuid.uuid4().hex
         self.members = (Member("local", workers=num_workers),)
+        self._only = OnlyNode()
+
+    @property
+    def asked(self) -> Promise | None:
+        return self._only.asked
+
+    @property
+    def agreed(self) -> Generation | None:
+        return self._only.agreed
+
+    def reached(self, step: int) -> None:
+        self._only.step = step
+
+    def notice(self) -> None:
+        self._only.notice()
+
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        self._only.promise(asked, is_kept=is_kept, step=step)
 
     def get_backend(self) -> str:
         return "local"
@@ -91,90 +167,6 @@ class LocalRendezvous(GenerationHandler):
         return True
 
 
-class NodesRendezvous(GenerationHandler):
-    """Several nodes that know one endpoint.
-
-    Args:
-        host, port: the endpoint; the agent on that host keeps the store.
-        run_id: the same on all nodes of a run.
-        local_addr: this node's address for the others; None: the one on the route to the endpoint.
-        timeout: seconds to wait for ``min_nodes``.
-
-    Raises:
-        UsageError: nothing answers at the endpoint.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        min_nodes: int,
-        max_nodes: int,
-        run_id: str,
-        local_addr: str | None = None,
-        timeout: int = 600,
-        last_call: int = 30,
-    ) -> None:
-        # The documented way out of sharing the agents' store with the workers, where stock restarts fail.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self.address = local_addr or _address_towards(host, port)
-        parameters = RendezvousParameters(
-            "c10d",
-            f"{host}:{port}",
-            run_id,
-            min_nodes,
-            max_nodes,
-            local_addr=self.address,
-            join_timeout=timeout,
-            last_call_timeout=last_call,
-        )
-        try:
-            backend, self._store = create_backend(parameters)
-        except RendezvousConnectionError as error:
-            raise UsageError(
-                f"--rdzv-endpoint {host}:{port}: nothing answers there; start the node with that address"
-                " first, and let the others reach its port"
-            ) from error
-        self._handler = create_handler(self._store, backend, parameters)
-        self.job_id = self._store.compare_set(f"elastictrain/{run_id}/job_id", "", uuid.uuid4().hex).decode()
-
-    def get_backend(self) -> str:
-        return self._handler.get_backend()
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self.waiting, self.began = True, time.time()
-        try:
-            return self._next_rendezvous()
-        finally:
-            self.waiting, self.formed = False, time.time()
-
-    def _next_rendezvous(self) -> RendezvousInfo:
-        info = self._handler.next_rendezvous()
-        store: Store = info.store
-        if info.rank == 0:
-            store.set("generation", str(self._store.add("elastictrain/generations", 1) - 1))
-        self.generation = int(store.get("generation"))
-        port = free_port() if info.rank == 0 else None
-        master = RendezvousStoreInfo.build(info.rank, PrefixStore("workers", store), self.address, port)
-        return RendezvousInfo(store, info.rank, info.world_size, master)
-
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._handler.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._handler.shutdown()
-
-
 def free_port() -> int:
     """A port that nobody listens on, outside the range that the system takes outgoing ports from.
 
@@ -196,27 +188,12 @@ def free_port() -> int:
     raise OSError("this machine has no free port")
 
 
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to ``host``; its name where that would be loopback to others."""
-    try:
-        family, *_, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(remote)  # sends nothing
-            address = str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(f"--rdzv-endpoint {host}:{port}: the host name cannot be resolved ({error})") from error
-    loopback = address.startswith("127.") or address == "::1"
-    if loopback and host != "localhost" and not host.startswith("127.") and host != "::1":
-        return socket.getfqdn()  # this is the host itself, whose name the machine maps to loopback
-    return address
-
-
 def trouble_of(error: Exception) -> str:
     """In words for the person who has started an agent."""
     if isinstance(error, RendezvousClosedError):
-        return "another node has ended the run: see its output"
+        return f"the run has ended: {error}"
     if isinstance(error, RendezvousConnectionError):
-        return "the rendezvous is gone with the node that keeps it (--rdzv-endpoint): see its output"
+        return f"this node cannot take part in the run any more: {error}"
     if isinstance(error, RendezvousTimeoutError):
         return "not enough nodes came in time: start the command on --nnodes nodes"
     reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -20,8 +20,16 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 import elastictrain
-from elastictrain.elastic.membership import AgentMembership
-from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, UsageError, is_lost_peer
+from elastictrain.elastic.membership import AgentMembership, StopReason
+from elastictrain.errors import (
+    EXIT_CHANGED,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    UsageError,
+    is_lost_peer,
+)
 
 HINT = "; --full-traceback shows them"
 
@@ -124,11 +132,15 @@ def guarded(mine: AgentMembership, body: Callable[[], None], *, retry: bool = Tr
     except SystemExit as error:
         if error.code in (None, EXIT_FINISHED, EXIT_PREEMPTED):
             return EXIT_PREEMPTED if error.code else EXIT_FINISHED
+        if error.code == EXIT_CHANGED and mine.stopped is StopReason.CHANGE:
+            return EXIT_CHANGED
         raised: BaseException = error
     except BaseException as error:
         raised = error
     else:
-        return EXIT_FINISHED if mine.stopped is None else EXIT_PREEMPTED
+        if mine.stopped is None:
+            return EXIT_FINISHED
+        return EXIT_CHANGED if mine.stopped is StopReason.CHANGE else EXIT_PREEMPTED
     if mine.is_over:
         return EXIT_FAILED
     report = describe(raised, rank=mine.rank, step=mine.step, retry=retry)

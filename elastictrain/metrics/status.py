@@ -19,7 +19,7 @@ from elastictrain.rundir import RunDir
 
 SILENT = 120.0
 
-_OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted"}
+_OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted", "change": "changing"}
 
 
 def status(
@@ -33,10 +33,10 @@ def status(
         account: where it is known already, else it is made from the lines.
 
     Returns:
-        ``state`` ("running", "silent", "finished", "interrupted", "preempted"), ``seen`` (seconds since the epoch of the
-        last sign of life), ``generation``, ``world_size``, ``mesh``, ``step``, ``samples``, ``tokens``, ``nodes``,
-        ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``, ``lost_seconds`` by cause, ``total_seconds``,
-        both over all nodes), and ``recoveries``.
+        ``state`` ("running", "silent", "finished", "interrupted", "preempted", "changing": nodes come or go), ``seen``
+        (seconds since the epoch of the last sign of life), ``generation``, ``world_size``, ``mesh``, ``step``, ``samples``,
+        ``tokens``, ``nodes``, ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``, ``lost_seconds`` by cause,
+        ``total_seconds``, both over all nodes), and ``recoveries``.
     """
     start = max(_of(lines, "start"), key=lambda line: line["generation"])
     here = [line for line in lines if line["generation"] == start["generation"]]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastictrain import CheckpointConfig, Trainer
-from elastictrain.elastic import rendezvous
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.reports.facts import facts, read_report
 from elastictrain.reports.page import page
@@ -22,7 +18,6 @@ from elastictrain.rundir import RunDir
 from tests.checkpoint.nodes import is_running, wait_until
 from tests.cli.net_task import Net
 from tests.cli.test_run import Command, logged
-from tests.helpers import free_port
 
 TASK = str(Path(__file__).with_name("dying_task.py"))
 STEPS = 16
@@ -99,22 +94,13 @@ def test_a_killed_agent_finds_its_keeper_again(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(keeper))
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.mark.slow
 def test_a_killed_node_gets_its_state_from_its_buddy(
     tmp_path: Path, uninterrupted: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of a whole agent with its worker and its keeper; it is started again and has nothing of its own."""
-    quick = partial(RendezvousParameters, keep_alive_interval=1, keep_alive_max_attempt=5)
-    monkeypatch.setattr(rendezvous, "RendezvousParameters", quick)  # a dead node is seen in 5 s instead of 15
-    port = free_port()
-    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    meet = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1", "--rdzv-conf", "ttl=20"]
     one = command(tmp_path, "one", "node", *meet)
-    wait_until(lambda: _listens(port))  # it keeps the rendezvous, which must outlive the other one
     monkeypatch.setenv("TEST_NODE", "two")
     two = command(tmp_path, "two", "node", *meet)
     wait_until((tmp_path / "died").exists, seconds=100.0)

@@ -14,7 +14,7 @@ import pytest
 
 from elastictrain.cli import main as main_module
 from elastictrain.cli import run as run_module
-from elastictrain.cli.checks import Job, parse_endpoint
+from elastictrain.cli.checks import Job
 from elastictrain.errors import UsageError
 from elastictrain.runfile import is_same_target
 
@@ -98,10 +98,15 @@ BAD = [
     (["net.py", "--logger", "wand"], "--logger wand: there is no logger 'wand'; did you mean wandb?"),
     (["net.py", "--logger", "csv:name"], "--logger csv:name: 'name' is not NAME=VALUE"),
     (["net.py", "--metrics-port", "70000"], "70000 is not in the range 0<=x<=65535"),
-    (["net.py", "--nnodes", "2"], "--nnodes 2: several nodes need a place to meet; add --rdzv-endpoint HOST:29400"),
+    (
+        ["plain.py", "--nnodes", "2"],
+        "--nnodes 2: several nodes need a place to meet, and a script's run directory is not",
+    ),
     (["net.py", "--rdzv-endpoint", ":29400"], "--rdzv-endpoint :29400: write HOST:PORT"),
     (["net.py", "--rdzv-endpoint", "a:b"], "--rdzv-endpoint a:b: write HOST:PORT"),
-    (["net.py", "--rdzv-backend", "etcd"], "--rdzv-backend etcd: only c10d"),
+    (["net.py", "--rdzv-backend", "etcd"], "--rdzv-backend etcd: it is elastictrain, or c10d"),
+    (["net.py", "--rdzv-backend", "c10d", "--nnodes", "2"], "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT"),
+    (["net.py", "--rdzv-conf", "tll=3"], "--rdzv-conf tll=3: write NAME=SECONDS, where NAME is one of join_timeout,"),
     (["net.py", "--nproc-per-node", "0"], "--nproc-per-node 0: write a number of workers, or auto"),
     (["net.py", "--nproc-per-node", "all"], "--nproc-per-node all: write"),
     (["net.py", "--set", "dmi=3"], "--set dmi=3: Net has no argument dmi; did you mean dim? it takes dim, lr"),
@@ -227,7 +232,7 @@ def test_torchruns_environment(here: Path, jobs: list[Job], monkeypatch: pytest.
     for name, value in told.items():
         monkeypatch.setenv(f"PET_{name}", value)
     job = passes(jobs, "net.py", "--max-steps", "3")
-    assert (job.min_nodes, job.max_nodes, job.num_workers, job.endpoint) == (2, 4, 3, ("node0", 29400))
+    assert (job.min_nodes, job.max_nodes, job.num_workers, job.endpoint) == (2, 4, 3, "node0")
     assert job.rdzv_id == "job7"
     monkeypatch.setenv("ELASTICTRAIN_NNODES", "1")
     assert passes(jobs, "net.py", "--max-epochs", "1").max_nodes == 1, "our own name comes first"
@@ -241,14 +246,6 @@ def test_defaults(here: Path, jobs: list[Job]) -> None:
     assert passes(jobs, "plain.py", "--", "--lr", "3").script_args == ["--lr", "3"]
     assert passes(jobs, "net.py", "--run-dir", "old", "--resume", "old", "--max-steps", "3").run_dir == "old"
     assert tree(here) == before, "looking leaves nothing behind"
-
-
-@pytest.mark.parametrize(
-    ("text", "endpoint"),
-    [("node0", ("node0", 29400)), ("10.0.0.1:5", ("10.0.0.1", 5)), ("[::1]:7", ("::1", 7)), ("[::1]", ("::1", 29400))],
-)
-def test_endpoints(text: str, endpoint: tuple[str, int]) -> None:
-    assert parse_endpoint(text) == endpoint
 
 
 def test_an_error_of_ours_is_one_line_and_1(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

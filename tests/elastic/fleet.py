@@ -27,11 +27,13 @@ TOKEN = "a token for tests only"
 
 
 def make_node(name: str, url: str, timing: Timing, *, token: str = TOKEN, **more: Any) -> RunNode:
-    """A node on the loopback."""
+    """A node on the loopback, whose workers promise anything, if nothing else is said."""
     server = listen("127.0.0.1")
     me = Member(name, "127.0.0.1", server.getsockname()[1])
     key = key_of(token)
-    return RunNode(me, server, run_log=RunLog(RunDir(url), key), key=key, timing=timing, **more)
+    more = {"on_asked": lambda asked: node.promise(asked, is_kept=True, step=-1), **more}
+    node = RunNode(me, server, run_log=RunLog(RunDir(url), key), key=key, timing=timing, **more)
+    return node
 
 
 class NodeProcess:
@@ -77,19 +79,26 @@ def main() -> None:
                 "boundary": generation.boundary, "time": time.time(), "leads": node._peer.leading is not None}  # fmt: skip
         print(json.dumps(line), flush=True)
 
-    node = make_node(name, url, timing, token=os.environ["ELASTICTRAIN_TOKEN"], on_formed=say)
+    node = make_node(name, url, timing, token=os.environ["ELASTICTRAIN_TOKEN"], on_formed=say, on_asked=None)
     leaving: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: leaving.append(number))
     node.start()
     node.ready()
-    step = 0
-    while node.error is None and not leaving:
+    step, answered = 0, None
+    while node.error is None and not node.has_left:
         time.sleep(0.05)
-        if node._peer.may_step() and node.generation.rank_of(name) is not None:
+        if leaving:
+            leaving.clear()
+            node.notice()
+        asked = node.asked
+        if asked is not None and asked is not answered:
+            answered = asked
+            node.promise(asked, is_kept=step < asked.boundary, step=step)
+        if (asked is None or step < asked.boundary) and node.generation.rank_of(name) is not None:
             step += 1
             node.steps(step)
-    if leaving:
-        sys.exit(0 if node.leave(seconds=60.0) else 3)
+    if node.has_left:
+        sys.exit(0)
     print(node.error, file=sys.stderr)
     sys.exit(1)
 

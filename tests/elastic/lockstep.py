@@ -13,11 +13,14 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from elastictrain.elastic.agreement import Agreement
+from elastictrain.elastic.actions import Promise
+from elastictrain.elastic.agreement import Agreement, OnlyNode
 from elastictrain.elastic.cells import Cells, StopReason
+from elastictrain.elastic.chain import Generation
 from elastictrain.elastic.line import Assignment, Line, Place, Speaker
 from elastictrain.elastic.membership import AgentMembership
 
@@ -87,10 +90,49 @@ def start(folder: Path, rank: int, count: int, barrier: Barrier, out: Path, **ho
     return pid
 
 
-def wait_for(pids: list[int], tick: float, *agreements: Agreement) -> None:
+class Nodes:
+    """In place of a leader: asks all nodes at once, raises what one of them refuses, and changes its mind at random."""
+
+    def __init__(self, num_nodes: int, chance: random.Random) -> None:
+        self.nodes = [_Asks(self) for _ in range(num_nodes)]
+        self._chance, self._ahead, self.num_cancelled = chance, 1, 0
+
+    def ask(self, step: int) -> None:
+        for node in self.nodes:
+            node.asked, node.is_kept = Promise(0, step + self._ahead), False
+
+    def answered(self, step: int, *, is_kept: bool) -> None:
+        if not is_kept:
+            self._ahead *= 2
+            self.ask(step)
+        elif self._chance.random() < 0.4 and self.num_cancelled < 3:
+            self.num_cancelled += 1
+            for node in self.nodes:
+                node.asked = None
+        elif all(node.is_kept for node in self.nodes):
+            for node in self.nodes:
+                assert node.asked is not None
+                node.agreed = Generation(boundary=node.asked.boundary)
+
+
+class _Asks:
+    def __init__(self, all_nodes: Nodes) -> None:
+        self._all = all_nodes
+        self.asked: Promise | None = None
+        self.agreed: Generation | None = None
+        self.is_kept = False
+
+    def promise(self, asked: Promise, *, is_kept: bool, step: int) -> None:
+        if asked is self.asked:
+            self.is_kept = is_kept
+            self._all.answered(step, is_kept=is_kept)
+
+
+def wait_for(pids: list[int], tick: float, *agreements: Agreement, every: Callable[[], None] = lambda: None) -> None:
     deadline = time.monotonic() + TOO_LONG
     left = list(pids)
     while left:
+        every()
         for agreement in agreements:
             agreement.tick()
         time.sleep(tick)
@@ -111,16 +153,24 @@ def play(folder_of_all: Path, seed: int, num_rounds: int) -> None:
         max_steps = chance.choice([5, 40, 100_000, 100_000])
         folder = folder_of_all / str(round_number)
         cells = assign(folder, count)
-        agreement, barrier = Agreement(cells), FORK.Barrier(count)
+        reason = chance.choice(list(StopReason))
+        asks, barrier = OnlyNode(), FORK.Barrier(count)
+        agreement = Agreement(cells, asks, why=lambda _, reason=reason: reason)
         how = {"seed": chance.randrange(10**6), "max_steps": max_steps, "stride": stride}
         pids = [start(folder, rank, count, barrier, folder, **how) for rank in range(count)]
         time.sleep(chance.random() * 0.03)
-        reason = chance.choice(list(StopReason))
-        if chance.random() < 0.5 and all(view[0] for view in cells.views):  # handlers are in place
+        in_place = all(view[0] for view in cells.views)  # handlers are
+        if chance.random() < 0.5 and in_place and reason is not StopReason.CHANGE:
             os.kill(chance.choice(pids), signal.SIGINT if reason == StopReason.INTERRUPT else signal.SIGTERM)
         else:
-            agreement.ask(reason)
-        wait_for(pids, chance.choice([0.0, 0.001, 0.02]), agreement)
+            asks.notice()
+
+        def every(cells: Cells = cells, asks: OnlyNode = asks) -> None:
+            asks.step = max(cells.steps())
+            if cells.asked() is not None:
+                asks.notice()
+
+        wait_for(pids, chance.choice([0.0, 0.001, 0.02]), agreement, every=every)
 
         ends = {(folder / str(rank)).read_text() for rank in range(count)}
         assert len(ends) == 1, f"workers ended apart: {ends}"
@@ -131,7 +181,7 @@ def play(folder_of_all: Path, seed: int, num_rounds: int) -> None:
             assert agreement.step is not None
             assert agreement.step <= int(step) < agreement.step + stride  # the first boundary at or after the limit
             stopped += 1
-            raised += agreement._margin > 2
+            raised += asks._ahead > 2
         else:
             assert max_steps < 100_000, "nobody stopped"
     assert stopped >= num_rounds // 3

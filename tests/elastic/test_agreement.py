@@ -10,13 +10,11 @@ import time
 import timeit
 from pathlib import Path
 
-import torch.distributed as dist
-
 from elastictrain.elastic import membership as membership_module
-from elastictrain.elastic.agreement import Agreement, Decision, Standing, decide
-from elastictrain.elastic.cells import ACKED, LIMIT, STEP, VERDICT, StopReason
+from elastictrain.elastic.agreement import Agreement, OnlyNode
+from elastictrain.elastic.cells import ACKED, LIMIT, STEP, VERDICT, Cells, StopReason
 from elastictrain.elastic.membership import current
-from tests.elastic.lockstep import FORK, assign, join, start, wait_for
+from tests.elastic.lockstep import FORK, Nodes, assign, join, start, wait_for
 
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
@@ -38,48 +36,47 @@ def test_all_stop_at_one_step(tmp_path: Path) -> None:
         assert one.returncode == 0, errors
 
 
-def test_two_nodes_agree_through_a_store(tmp_path: Path) -> None:
+def test_two_nodes_agree_and_what_is_given_back_is_never_promised_again(tmp_path: Path) -> None:
     chance = random.Random(7)
+    cancelled = 0
     for round_number in range(12):
-        store, folders = dist.HashStore(), [tmp_path / f"{round_number}-{node}" for node in range(2)]
+        folders = [tmp_path / f"{round_number}-{node}" for node in range(2)]
+        cells, nodes = [assign(folder, 2) for folder in folders], Nodes(2, chance)
         agreements = [
-            Agreement(assign(folder, 2), store=store, node=node, num_nodes=2) for node, folder in enumerate(folders)
+            Agreement(mine, node, why=lambda _: StopReason.CHANGE)
+            for mine, node in zip(cells, nodes.nodes, strict=True)
         ]
         barrier = FORK.Barrier(4)
         how = {"seed": chance.randrange(10**6), "max_steps": 10**6, "stride": 1, "num_nodes": 2}
         pids = [start(folders[rank // 2], rank, 4, barrier, tmp_path, node=rank // 2, **how) for rank in range(4)]
         time.sleep(chance.random() * 0.02)
-        agreements[chance.randint(0, 1)].ask(StopReason.PREEMPT)
-        wait_for(pids, 0.001, *agreements)
+
+        def ask_again(cells: list[Cells] = cells, nodes: Nodes = nodes) -> None:
+            if all(node.asked is None for node in nodes.nodes) and chance.random() < 0.1:
+                nodes.ask(max(one.steps()[0] for one in cells) - 2)  # also below what was given back
+
+        wait_for(pids, 0.001, *agreements, every=ask_again)
         ends = {(tmp_path / str(rank)).read_text() for rank in range(4)}
         (end,) = ends
-        assert end.split()[::2] == [str(agreements[0].step), "preempt"]
+        assert end.split()[::2] == [str(agreements[0].step), "change"]
         assert agreements[0].step == agreements[1].step
-
-
-def test_decide() -> None:
-    here = Standing(limit=-1, furthest=7, passed=False, acked=False)
-    assert decide([here], -1, 1) == Decision(8, final=False)
-    at_limit = Standing(limit=8, furthest=8, passed=False, acked=True)
-    behind = Standing(limit=8, furthest=7, passed=False, acked=False)
-    stale = Standing(limit=6, furthest=7, passed=True, acked=False)
-    beyond = Standing(limit=8, furthest=9, passed=True, acked=False)
-    assert decide([at_limit, behind], 8, 2) is None
-    assert decide([at_limit, stale], 8, 2) is None, "what a node says about an older limit counts for nothing"
-    assert decide([at_limit, beyond], 8, 2) == Decision(11, final=False)
-    assert decide([at_limit, at_limit], 8, 2) == Decision(8, final=True)
+        cancelled += nodes.num_cancelled
+    assert cancelled > 5, "nothing was given back"
 
 
 def test_a_worker_that_left_the_limit_unseen_makes_it_rise(tmp_path: Path) -> None:
     """Rank 1 looked for a limit just before it was set; it is in the next step now and waits there for rank 0."""
     cells = assign(tmp_path / "run", 2)
     cells.views[0][STEP] = cells.views[1][STEP] = 1 + 5
-    agreement = Agreement(cells)
-    agreement.ask(StopReason.PREEMPT)
+    asks = OnlyNode()
+    agreement = Agreement(cells, asks, why=lambda _: StopReason.PREEMPT)
+    asks.step = 5
+    asks.notice()
     agreement.tick()
     assert cells.views[0][LIMIT] == 1 + 6
     cells.views[0][STEP], cells.views[0][ACKED] = 1 + 6, 1 + 6
     cells.views[1][STEP] = 1 + 6
+    agreement.tick()
     agreement.tick()
     assert cells.views[0][LIMIT] > 1 + 6
     assert cells.views[0][VERDICT] == 0
@@ -150,8 +147,9 @@ def test_a_second_membership_is_the_first(tmp_path: Path) -> None:
             code = 0
         finally:
             os._exit(code)
-    agreement = Agreement(cells)
+    asks = OnlyNode()
+    agreement = Agreement(cells, asks, why=lambda _: StopReason.INTERRUPT)
     time.sleep(0.1)
-    agreement.ask(StopReason.INTERRUPT)
+    asks.notice()
     wait_for([pid], 0.005, agreement)
     assert agreement.step is not None

@@ -87,15 +87,14 @@ def _raises(error: BaseException) -> Any:
 @pytest.mark.parametrize(
     ("run", "code", "said"),
     [
-        (lambda agent: object(), 0, "end"),
+        (_raises(agents._End(Outcome(0, 3))), 0, "end"),
         (_raises(agents._End(Outcome(75, 3))), 75, "end"),
         (_raises(agents._End(Outcome(2, 3))), 2, "end"),
         (_raises(agents._End(Outcome(130, 3))), 130, "end"),
         (_raises(agents._End(Outcome(1, 3))), 1, "leave"),
         (_raises(RendezvousConnectionError("its node has died")), 1, "leave"),
-        (lambda agent: None, 1, "leave"),
     ],
-    ids=["finished", "preempted", "usage", "interrupted", "failed", "rendezvous", "refused"],
+    ids=["finished", "preempted", "usage", "interrupted", "failed", "rendezvous"],
 )
 def test_a_keeper_ends_with_the_run_and_not_with_an_agent_that_fails(
     run: Any, code: int, said: str, monkeypatch: pytest.MonkeyPatch

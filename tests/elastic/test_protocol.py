@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,17 @@ def test_without_the_fence_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_promises_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = first_failure(monkeypatch, Peer, "may_step", lambda self: True)
+    failure = first_failure(monkeypatch, World, "_may_step", lambda self, node: True)
+    assert "past" in failure
+
+
+def test_a_leader_that_takes_a_refusal_for_a_promise_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    promise = Leader.promise
+
+    def believe(self: Leader, node: str, **said: Any) -> None:
+        promise(self, node, **{**said, "is_kept": True})
+
+    failure = first_failure(monkeypatch, Leader, "promise", believe, seeds=1000)
     assert "past" in failure
 
 
@@ -176,16 +187,15 @@ def test_one_node_too_many_stands_by_and_steps_in() -> None:
 def test_a_newcomer_that_dies_meanwhile_stops_nobody() -> None:
     world = formed(3, max_nodes=8)
     number = world.log[-1].generation.number
-    for node in world.nodes.values():  # a long step: nobody answers yet
-        node.peer.following._promise = lambda number, boundary, node=node: node.peer.following._stop_at(boundary)  # type: ignore[method-assign,misc]
+    slow = others(world)[0]
+    slow.pace = 100.0  # it does not answer yet
+    world.pass_time(0.5)
     newcomer = world.spawn()
-    world.until(lambda: world.leader.peer.leading.leader.preparing is not None)  # type: ignore[union-attr]
-    world.pass_time(0.1)
-    assert all(node.peer.following.stop_at is not None for node in world.nodes.values() if node is not newcomer)
+    members = [node for node in world.nodes.values() if node is not newcomer]
+    world.until(lambda: all(node.limit is not None for node in members if node is not slow))
+    assert slow.asked is not None
     world.crash(newcomer)
-    world.until(
-        lambda: all(node.peer.following.stop_at is None for node in world.nodes.values() if node.is_alive), seconds=1.0
-    )
+    world.until(lambda: all(node.asked is None and node.limit is None for node in members), seconds=1.0)
     assert world.log[-1].generation.number == number
 
 

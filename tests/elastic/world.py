@@ -13,7 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastictrain.elastic.actions import Action, Close, Connect, Create, Formed, Left, Read, Send, Trim
+from elastictrain.elastic.actions import (
+    Action,
+    Close,
+    Connect,
+    Create,
+    Formed,
+    Left,
+    Promise,
+    Read,
+    Release,
+    Send,
+    Trim,
+)
 from elastictrain.elastic.chain import Entry, Generation, Member
 from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.timing import Timing
@@ -52,6 +64,9 @@ class Node:
     has_left: bool = False
     current: Generation = NONE  # in which the worker trains
     coming: Generation | None = None  # agreed on, behind a boundary
+    asked: Promise | None = None  # to promise; at its next boundary the worker answers
+    limit: int | None = None  # promised
+    pace: float = 0.1  # seconds for its shortest step
     before: tuple[int, int, int] = (0, 0, 0)
 
     @property
@@ -156,14 +171,14 @@ class World:
             all(node.peer.generation.number == newest.number for node in living)
             and members <= names
             and len(members) == min(self.timing.max_nodes, len(names))
-            and all(node.peer.may_step() for node in living)
+            and all(node.limit is None for node in living)
             and all(not node.is_leaving or node.has_left for node in self.nodes.values() if node.is_alive)
         )
 
     def _describe(self) -> str:
         rows = [
             f"{node.name} {node.peer.state.name} left={node.has_left} leads={node.peer.leading is not None}"
-            f" generation={node.peer.generation.number} stop_at={node.peer.following.stop_at}"
+            f" generation={node.peer.generation.number} limit={node.limit}"
             for node in self.nodes.values()
             if node.is_alive
         ]
@@ -224,14 +239,25 @@ class World:
         """A step, if there is a generation to train in and it may begin."""
         if not node.is_alive or node.has_left:
             return
-        self.at(self.now + 0.1 + self.chance.random() * 0.2, self._train, node)
+        self.at(self.now + node.pace * (1 + 2 * self.chance.random()), self._train, node)
         if node.frozen_until > self.now or node.current.rank_of(node.name) is None:
             return
-        limit = node.coming.boundary if node.coming is not None else None
-        if limit is not None and node.peer.step >= limit:
-            node.current, node.coming = node.coming, None  # type: ignore[assignment]
-        elif (limit is None and node.peer.may_step()) or limit is not None:
+        if node.coming is not None:
+            if node.peer.step >= node.coming.boundary:
+                node.current, node.coming = node.coming, None
+            else:
+                node.peer.step += 1
+            return
+        asked, node.asked = node.asked, None
+        if asked is not None and asked.number == node.current.number:
+            is_kept = node.peer.step < asked.boundary
+            node.limit = asked.boundary if is_kept else None
+            self.tell(node, node.peer.on_promise, asked, is_kept, node.peer.step)
+        if self._may_step(node):
             node.peer.step += 1
+
+    def _may_step(self, node: Node) -> bool:
+        return not node.current.is_paused and (node.limit is None or node.peer.step < node.limit)
 
     # ---- what a node asks for ----------------------------------------------------------------------------------------
 
@@ -251,7 +277,12 @@ class World:
                     self._push(node, link, LOST)
                     node.pipes.pop(link, None)
             case Formed(generation):
+                node.asked = node.limit = None
                 self._formed(node, generation)
+            case Promise():
+                node.asked = action
+            case Release():
+                node.asked = node.limit = None
             case Left():
                 node.has_left = True
                 self.at(self.now + 0.05, self.crash, node)
@@ -261,11 +292,13 @@ class World:
     def _formed(self, node: Node, generation: Generation) -> None:
         known = self.generations.setdefault(generation.number, generation)
         assert known == generation, f"two generations of one number: {known} and {generation}"
-        if generation.boundary >= 0 and node.current.number == generation.number - 1 and node.current.number > 0:
-            if node.current.rank_of(node.name) is not None:
-                assert node.peer.step <= generation.boundary, f"{node.name} went past {generation.boundary}"
+        trains = node.current.number > 0 and node.current.rank_of(node.name) is not None
+        if generation.boundary >= 0 and node.current.number == generation.number - 1 and trains:
+            assert node.peer.step <= generation.boundary, f"{node.name} went past {generation.boundary}"
             node.coming = generation
         else:
+            if generation.boundary >= 0 and not trains:  # it comes in, and takes over the others' state
+                node.peer.step = max(node.peer.step, generation.boundary)
             node.current, node.coming = generation, None
 
     def _check(self, node: Node) -> None:
@@ -345,7 +378,7 @@ class World:
             if kind == "restart":
                 self.spawn()
         elif kind == "freeze":
-            node.frozen_until = self.now + self.chance.choice([0.3, 1.3, 4.0])
+            node.frozen_until = max(node.frozen_until, self.now + self.chance.choice([0.3, 1.3, 4.0]))
         elif kind == "part":
             self.sides = {name: self.chance.randint(0, 1) for name in self.nodes}
         elif kind == "cut":
