@@ -78,9 +78,8 @@ class Page:
         folder = os.environ.get(SCREENSHOTS)
         if not folder:
             return
-        self.ask(
-            "all.filter(one => one.localName === 'tf-wbr-string').forEach(one => { one.textContent = ''; });"
-        )  # a path
+        hide = "one => { one.style.visibility = 'hidden'; }"  # the path of the run on this machine
+        self.ask(f"all.filter(one => one.localName === 'tf-wbr-string').forEach({hide});")
         window = Image.open(io.BytesIO(self._driver.get_screenshot_as_png())).convert("RGB")
         window = window.crop((0, 0, min(width, window.width), min(height, window.height)))
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,9 @@ def check_charts(page: Page, address: str) -> None:
     assert {"goodput/lost/replayed (run)", "goodput/lost/startup (run)"} <= steps["node-seconds lost, by cause"].keys()
     by_part = steps["seconds of a step, by part"]
     assert len(by_part["time/data (run)"]) >= 2
-    for rank in (0, 1):  # once a second, and in each generation
-        assert len(by_part[f"time/data (run/rank-{rank:05d})"]) >= 2
+    busy = steps["busy seconds of a step, by rank"]
+    assert busy.keys() == {f"time/busy (run/rank-{rank:05d})" for rank in (0, 1)}
+    assert min(map(len, busy.values())) >= 2, "at least once in each generation"
     assert page.errors() == []
     page.screenshot("dashboard")
 
