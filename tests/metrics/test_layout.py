@@ -44,7 +44,7 @@ def test_every_chart_that_can_be_drawn_is(tmp_path: Path) -> None:
         Trainer(max_steps=steps, **options).fit(LM(num_layers=1))  # type: ignore[arg-type]
     drawn, scalars = charts(tmp_path / "tensorboard")
     empty = {title for title, tags in drawn.items() if not tags}
-    # There are no loader processes, no other ranks, no failure, no validation; a save may be committed after the last log step.
+    # No loader processes, other ranks, failure or validation are here; a save may be committed after the last log step.
     assert empty - {"Checkpoints: size (GiB)"} == {
         "Throughput: microbatches ready in the loader",
         "Throughput: busy seconds of a step, by rank",
