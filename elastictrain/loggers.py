@@ -119,12 +119,14 @@ class Loggers:
         """
         if not self._given:
             return
-        known: dict[str, str | int] = ask_main(self._read)
-        if any(isinstance(one, _Named) for one in self._given):
-            failed: list[int] = ask_main(lambda: self._make(known))
-            self._make(known)  # on the other ranks
-            self._given[:] = [one for number, one in enumerate(self._given) if number not in failed]
+        known: dict[str, str | int] = ask_main(self._read_and_make)
+        self._make(known)  # on the other ranks; where a process lives on, all of them are there already
         self._look(known)
+
+    def _read_and_make(self) -> dict[str, str | int]:
+        known = self._read()
+        self._make(known)
+        return known
 
     def _read(self) -> dict[str, str | int]:
         """By object, the name of the run that it holds."""
@@ -135,9 +137,10 @@ class Loggers:
         there = {name: decode(self._run_dir.read(FOLDER, name)) for name in self._run_dir.names(FOLDER)}
         return {name: value for name, value in there.items() if value is not None}
 
-    def _make(self, known: Mapping[str, str | int]) -> list[int]:
-        """The places of those that could not be made."""
-        failed: list[int] = []
+    def _make(self, known: Mapping[str, str | int]) -> None:
+        """What text names; one that cannot be made leaves a place where nothing happens."""
+        from lightning.pytorch.loggers.logger import DummyLogger
+
         for place, one in enumerate(self._given):
             if isinstance(one, _Named):
                 key = self._key(one.cls.__name__, place)
@@ -147,8 +150,7 @@ class Loggers:
                     raise
                 except Exception as error:
                     self._refuse(one.spec.text, error, key)
-                    failed.append(place)
-        return failed
+                    self._given[place] = DummyLogger()
 
     def _key(self, cls: str, place: int) -> str:
         """Of the object for the logger at a place: by its class, and which one of those it is."""

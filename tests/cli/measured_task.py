@@ -24,6 +24,11 @@ class Measured(Net):
     def tokens_per_sample(self) -> float:
         return 4.0
 
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.note("batch")
         super().on_train_batch_start(batch, batch_idx)

@@ -3,6 +3,7 @@ person reads, and what Prometheus is told meanwhile."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import threading
@@ -47,7 +48,7 @@ def train(folder: Path, nodes: int, *, port: int | None = None) -> Ran:
     ran = Ran(folder, [], [0.0] * nodes, [""] * nodes)
     options = [f"{TASK}:Measured", "--run-dir", str(folder / "run"), "--max-steps", "25", "--checkpoint-every", "5"]
     options += ["--set", f"folder={folder}", "--set", "pace=0.1", "--set", "die_at=16", "--log-every", "1"]
-    options += ["--micro-batch-size", "4", "--callback", "throughput-monitor:peak_tflops=1,every=0"]
+    options += ["--micro-batch-size", "4", "--callback", "throughput-monitor:peak_tflops=1,every=0", "--logger", "csv"]
     if nodes == 1:
         options += ["--nproc-per-node", "2", "--metrics-port", "0", "--metrics-host", "127.0.0.1"]
     else:
@@ -142,6 +143,15 @@ def test_one_line_for_a_recovery(ran: Ran) -> None:
     cause = "worker rank 1 .* was killed by SIGKILL" if len(ran.began) == 1 else "worker rank .*"
     cost = r"2 ranks, mesh dp_\w+=2, paused \d+\.\d s, \d+ steps? lost"
     assert re.fullmatch(rf"elastictrain: {cause} at step 1[567]: {cost}", line), line
+
+
+def test_a_logger_goes_on_where_the_run_does(ran: Ran) -> None:
+    """Steps that were done again are there once, whether rank 0 has lived on or not."""
+    (version,) = (ran.folder / "run" / "csv").iterdir()
+    with open(version / "metrics.csv", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    assert steps == list(range(25)), "Lightning counts from 0"
+    assert json.loads((ran.folder / "run" / "loggers" / "csv.json").read_text()) == {"logger": "CSVLogger", "name": 0}
 
 
 def test_prometheus_is_answered_all_the_time(alone: Ran) -> None:
