@@ -138,11 +138,11 @@ def test_a_recovery_takes_as_long_as_one_measures(ran: Ran) -> None:
 
 
 def test_one_line_for_a_recovery(ran: Ran) -> None:
-    """On the first node, which knows no more of another one's worker than that it has gone."""
+    """Among nodes it says no more than that workers have failed: each node tells of its own."""
     (line,) = [line for text in ran.text for line in text.splitlines() if " paused " in line]
-    cause = "worker rank 1 .* was killed by SIGKILL" if len(ran.began) == 1 else "worker rank .*"
+    cause = r"worker rank 1 .* was killed by SIGKILL at step 1[567]" if len(ran.began) == 1 else ".*failed.*"
     cost = r"2 ranks, mesh dp_\w+=2, paused \d+\.\d s, \d+ steps? lost"
-    assert re.fullmatch(rf"elastictrain: {cause} at step 1[567]: {cost}", line), line
+    assert re.fullmatch(rf"elastictrain: {cause}: {cost}", line), line
 
 
 def test_a_logger_goes_on_where_the_run_does(ran: Ran) -> None:
