@@ -110,9 +110,10 @@ def families(published: Published, *, run: str, node: str) -> dict[str, Family]:
         for values, labels in ((one["run"], here), (one["own"], {**here, "rank": str(one["rank"])})):
             for tag, value in values.items():
                 name = metric_name(tag)
-                if tags.setdefault(name, tag) != tag or (name in found and name not in tags):
-                    labels = {**labels, "tag": tag}  # two names that differ in signs alone
-                found.setdefault(name, Family(_meaning(tag))).values.append((labels, value))
+                is_taken = name in found and name not in tags  # by one of the agent's own
+                is_other = tags.setdefault(name, tag) != tag  # two that differ in signs alone
+                shown = {**labels, "tag": tag} if is_taken or is_other else labels
+                found.setdefault(name, Family(_meaning(tag))).values.append((shown, value))
     return found
 
 

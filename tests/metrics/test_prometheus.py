@@ -77,7 +77,9 @@ def published(tmp_path: Path) -> Published:
         run: dict[str, Any] = {"train/loss": 2.5, "elastic/recovery_seconds": 4.0, "time/step": 9.0, "bad": "text"}
         publisher.put(10, run=run if rank == 0 else {}, own={"time/step": 0.5, "throughput/mfu": 0.4})
         publisher.put(
-            20, run={"train/loss": 1.5, "train_loss": 7.0} if rank == 0 else {}, own={"time/step": 0.25 + rank}
+            20,
+            run={"train/loss": 1.5, "train_loss": 7.0, "z": 3.0} if rank == 0 else {},
+            own={"time/step": 0.25 + rank},
         )
         publisher.close()
     return published
@@ -97,6 +99,7 @@ def test_what_workers_publish_has_labels_and_lasts(published: Published, tmp_pat
     assert not any(name == "elastictrain_throughput_mfu" for name, _ in found), "what is of the run is rank 0's to tell"
     losses = {labels: value for (name, labels), value in found.items() if name == "elastictrain_train_loss"}
     assert losses == {f"{{{here}}}": 1.5, f'{{{here},tag="train_loss"}}': 7.0}, "two names that differ in signs alone"
+    assert found["elastictrain_z", f"{{{here}}}"] == 3.0
     assert found["elastictrain_agent_generation", f"{{{here}}}"] == 3
     assert found["elastictrain_agent_workers", f"{{{here}}}"] == 2
 
@@ -143,6 +146,7 @@ def test_it_answers(endpoint: Endpoint) -> None:
         Endpoint("127.0.0.1", endpoint.port, str)
 
 
+@pytest.mark.slow
 def test_strangers_do_no_harm(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that say nothing, half of something, garbage, or too much; that go at once; more than there is room for."""
     monkeypatch.setattr(prometheus, "PATIENCE", 0.5)

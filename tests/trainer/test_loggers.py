@@ -217,6 +217,7 @@ class Fails(Logger):
         raise ValueError("nor now")
 
 
+@pytest.mark.slow
 def test_a_logger_that_fails_later_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = Fails()
     with caplog.at_level(logging.WARNING):
