@@ -31,6 +31,7 @@ from elastictrain.rescuing import rescue
 from elastictrain.session import Session
 from elastictrain.task import Task
 
+FLUSH_SECONDS = 10.0
 HAND_OVER_SECONDS = 30.0  # for snapshots to be whole and copied; then a checkpoint is saved in their place
 
 
@@ -347,6 +348,8 @@ class FitLoop:
         """
         manager, step = self._manager, self._session.counters.step
         if manager is not None and manager.snapshots is not None:
+            if self._session.recorder is not None:
+                self._session.recorder.flush(wait=FLUSH_SECONDS)  # or the next start would write the same once more
             manager.is_safe(seconds=HAND_OVER_SECONDS)  # a copy that is under way would keep this one from being copied
             self._keep(manager, saves=False, snapshots=True)
             if self._snapshot_step == step and manager.is_safe(seconds=HAND_OVER_SECONDS):

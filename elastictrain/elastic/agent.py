@@ -34,12 +34,12 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
-    SimpleElasticAgent,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
+from elastictrain.compat.torch_agent import PlacedAgent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.causes import find_cause, is_anothers
@@ -87,7 +87,7 @@ def _say(line: str) -> None:
     print(f"elastictrain: {line}", file=sys.stderr, flush=True)
 
 
-class Agent(SimpleElasticAgent):
+class Agent(PlacedAgent):
     """One node's agent. Use :meth:`train`, in the main thread: signal handlers live there.
 
     Args:
@@ -172,6 +172,9 @@ class Agent(SimpleElasticAgent):
             self._private.remove()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def workers_by_node(self) -> list[int]:
+        return [member.workers for member in self._handler.members]
 
     # ---- what torch's loop asks ------------------------------------------------------------------------------------
 
