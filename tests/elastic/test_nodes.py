@@ -222,7 +222,7 @@ def test_too_few_nodes_save_and_wait_for_another(make: Callable[..., Nodes]) -> 
 
 
 @pytest.mark.slow
-def test_the_end_is_the_end_for_all_and_a_failure_too(make: Callable[..., Nodes]) -> None:
+def test_the_end_is_the_end_for_all_until_the_command_is_given_again(make: Callable[..., Nodes]) -> None:
     nodes = make(2, 2)
     nodes.start("a", steps=50)
     nodes.start("b", steps=50)
@@ -230,6 +230,9 @@ def test_the_end_is_the_end_for_all_and_a_failure_too(make: Callable[..., Nodes]
     nodes.start("c", steps=50)  # stands by
     assert [run.wait(is_last=False)["code"] for run in nodes.runs.values()] == [0, 0, 0], nodes.said
     assert nodes.entry.closed == "finished"
+    again = [nodes.start(name, steps=60) for name in "de"]
+    assert [run.wait()["code"] for run in again] == [0, 0], nodes.said
+    assert max(step for *_, step in nodes.steps) == 60
 
 
 def test_a_node_that_fails_ends_the_other(make: Callable[..., Nodes]) -> None:
