@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 RUN_DIR ?= runs/byte_lm
 TEST_ARGS ?=
 
-.PHONY: train test test-fast lint docs browser screenshots clean
+.PHONY: train test test-fast lint docs browser screenshots clean soak
 
 ## train: a byte-level language model on two processes, a few minutes; Ctrl-C saves, and the same again goes on
 train: $(VENV)/.installed
@@ -22,6 +22,10 @@ test: $(VENV)/.installed-dev browser
 ## test-fast: without the slow ones, under three minutes
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(TEST_ARGS)
+
+## soak: nodes that are killed, stopped, leave and join at random, 200 times; EVENTS and SEED say otherwise
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak --events $(or $(EVENTS),200) --seed $(or $(SEED),0)
 
 ## lint: style, types, and the direction of imports
 lint: $(VENV)/.installed-dev

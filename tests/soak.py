@@ -3,7 +3,8 @@
     python -m tests.soak [--events 200] [--seed 0] [--nodes 3] [--folder DIR]
 
 Agents are real processes of ``elastictrain run`` on one run directory, on this machine. In the end every sample has been
-used exactly as often as it should, and the losses are those of a run that nobody has disturbed. A seed chooses the same events again; at which step they fall depends on the machine.
+used exactly as often as it should, and the losses are those of a run that nobody has disturbed. A seed chooses the same
+events again; at which step they fall depends on the machine.
 """
 
 from __future__ import annotations
@@ -143,18 +144,36 @@ class Soak:
                 raise AssertionError(f"step {step} is not reached; {dict(self.happened)}\n{self.said}")
             time.sleep(0.05)
 
+    def settle(self) -> None:
+        """Until those that are there, and only those, train together."""
+        deadline = time.monotonic() + LIMIT
+        while self.num_members() != len(self.agents) or self.frozen:
+            self.wait_for(self.newest_step() + 1)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{len(self.agents)} nodes do not find together\n{self.said}")
+
+    def num_members(self) -> int:
+        """Of the newest generation that has trained."""
+        found = [tuple(map(int, last_line(file).split()[:2])) for file in self.folder.glob("samples-*")]
+        newest = max(found, default=(0, 0))
+        return sum(generation == newest[0] for generation, *_ in found)
+
     @property
     def said(self) -> str:
         return "\n".join(f"--- {file.name}\n{file.read_text()[-2500:]}" for file in sorted(self.folder.glob("agent-*")))
 
     def run(self, num_events: int) -> None:
-        self.join()
+        for _ in range(self.num_nodes):
+            self.join()
         self.wait_for(CALM)
+        self.settle()
         while sum(self.happened.values()) < num_events:
             self.event()
             if self.chance.random() < 0.3 and sum(self.happened.values()) < num_events:
                 self.event()
             self.wait_for(self.newest_step() + CALM)
+            if self.chance.random() < 0.7:
+                self.settle()
         while self.frozen:
             self.thaw(all_of_them=True)
         self.wait_for(self.newest_step() + CALM)
@@ -189,8 +208,22 @@ class Soak:
             used.update(share)
         assert sum(used.values()) == num_steps * BATCH
         assert max(used.values()) - min(used[sample] for sample in range(NUM_SAMPLES)) <= 1, used
-        calm = self.folder / "calm"
-        calm.mkdir()
+        calm, wide = self.calm(num_steps, 1), self.calm(num_steps, self.num_nodes)
+        assert sorted(losses) == sorted(calm) == list(range(1, num_steps + 1))
+        apart = [abs(losses[step] - calm[step]) for step in sorted(losses)]
+        between = max(abs(wide[step] - calm[step]) for step in calm)
+        print(
+            f"{num_steps} steps, {dict(self.happened)}; losses at most {max(apart):.1e} from those of a calm run on one rank,"
+            f" and those of calm runs on one and on {self.num_nodes} ranks {between:.1e} from each other"
+        )
+        assert max(apart[:20]) < 1e-6 * max(losses.values()), apart[:20]
+        assert max(apart) < 10 * max(between, 1e-6)
+        return num_steps
+
+    def calm(self, num_steps: int, num_ranks: int) -> dict[int, float]:
+        """The losses of a run to which nothing happens."""
+        folder = self.folder / f"calm-{num_ranks}"
+        folder.mkdir()
         command = [
             sys.executable,
             "-m",
@@ -198,19 +231,15 @@ class Soak:
             "run",
             TASK,
             "--run-dir",
-            str(calm / "run"),
+            str(folder / "run"),
             "--log-every",
             "1",
         ]
-        command += ["--max-steps", str(num_steps), "--micro-batch-size", "1", "--set", f"folder={calm}"]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-        undisturbed = self.losses(calm / "run")
-        assert sorted(losses) == sorted(undisturbed) == list(range(1, num_steps + 1))
-        apart = [abs(losses[step] - undisturbed[step]) for step in sorted(losses)]
-        assert max(apart[:20]) < 2e-6, apart[:20]
-        assert max(apart) < 1e-2, max(apart)
-        print(f"{num_steps} steps, {dict(self.happened)}; losses at most {max(apart):.1e} apart from a calm run's")
-        return num_steps
+        command += ["--max-steps", str(num_steps), "--micro-batch-size", "1", "--set", f"folder={folder}"]
+        command += ["--nproc-per-node", str(num_ranks)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=env, capture_output=True)
+        return self.losses(folder / "run")
 
     @staticmethod
     def losses(run_dir: Path) -> dict[int, float]:
