@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev browser
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(TEST_ARGS)
 
-## soak: nodes that are killed, stopped, leave and join at random, 200 times; EVENTS and SEED say otherwise
+## soak: nodes killed, stopped, leaving and joining at random; EVENTS=200 SEED=0
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak --events $(or $(EVENTS),200) --seed $(or $(SEED),0)
 

@@ -213,8 +213,8 @@ class Soak:
         apart = [abs(losses[step] - calm[step]) for step in sorted(losses)]
         between = max(abs(wide[step] - calm[step]) for step in calm)
         print(
-            f"{num_steps} steps, {dict(self.happened)}; losses at most {max(apart):.1e} from those of a calm run on one rank,"
-            f" and those of calm runs on one and on {self.num_nodes} ranks {between:.1e} from each other"
+            f"{num_steps} steps, {dict(self.happened)}; losses at most {max(apart):.1e} from those of a calm run on one"
+            f" rank, and those of calm runs on one and on {self.num_nodes} ranks {between:.1e} from each other"
         )
         assert max(apart[:20]) < 1e-6 * max(losses.values()), apart[:20]
         assert max(apart) < 10 * max(between, 1e-6)
