@@ -52,7 +52,7 @@ from elastictrain.elastic.line import Assignment, Place
 from elastictrain.elastic.membership import EXIT_INTERRUPTED
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import place_environment, worker_environment
-from elastictrain.elastic.rendezvous import GenerationHandler, trouble_of
+from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.elastic.stalls import Stalls
@@ -137,6 +137,7 @@ class Agent(PlacedAgent):
         self._looked_at = 0.0
         self._lost_since: float | None = None  # workers say that they have lost others
         rendezvous.check = self._check_signals  # type: ignore[method-assign]
+        rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
         self._hanging: dict[int, float] = {}
         self._failure = ""
         self._history = {"started": time.time() if config.started is None else config.started}
@@ -147,6 +148,8 @@ class Agent(PlacedAgent):
         before = self._install_handlers()
         code = EXIT_FAILED
         try:
+            is_local = isinstance(self._handler, LocalRendezvous)
+            self._crew.prepare(0 if is_local else self._config.local_world_size, folder=self._private.path)
             self.run()
             raise AssertionError("torch's loop ends by _End alone")
         except _End as end:

@@ -49,7 +49,17 @@ class Crew:
         self._living: dict[int, WorkerProcess] = {}  # by local rank, between two generations
         self._spares: list[WorkerProcess] = []
         self._num_deaths = 0
+        self._folder: str | None = None
         self._trains_since: float | None = None
+
+    def prepare(self, count: int, *, folder: str) -> None:
+        """Start so many before they have a place: nodes may take a while to meet, and a node joins when it is warm."""
+        self._folder = folder
+        self._spares += [self._new({}) for _ in range(count)]
+
+    def is_warm(self) -> bool:
+        """Have all spares imported everything? One that has ended will not."""
+        return all(spare.is_warm or spare.poll() is not None for spare in self._spares)
 
     def begin(self, places: Sequence[tuple[int, Place]]) -> list[WorkerProcess]:
         """Give everybody a place: ``(rank, place)`` by local rank."""
@@ -127,11 +137,12 @@ class Crew:
 
     def _new(self, place: Mapping[str, str]) -> WorkerProcess:
         """``place``: what is known of it already, for whoever looks at the process from outside."""
-        return WorkerProcess(self._command, env={**self._environment(), **place})
+        return WorkerProcess(self._command, env={**self._environment(), **place}, folder=self._folder)
 
     def _spare(self) -> WorkerProcess | None:
-        while self._spares:
-            spare = self._spares.pop(0)
-            if spare.poll() is None:
-                return spare
-        return None
+        """A warm one, if there is one."""
+        self._spares = [spare for spare in self._spares if spare.poll() is None]
+        found = next((spare for spare in self._spares if spare.is_warm), *self._spares[:1]) if self._spares else None
+        if found is not None:
+            self._spares.remove(found)
+        return found

@@ -54,6 +54,7 @@ BACKEND = "elastictrain"
 ENDPOINT_PORT = 29400  # torchrun's own default
 MASTER = "master"
 LEAVE_SECONDS = 5.0
+WARM_SECONDS = 120.0  # for a new node's workers to import everything, after which it joins as it is
 PATIENCE = 3.0  # seconds before it is said that there is something to wait for
 STORE_TIMEOUT = timedelta(seconds=30)
 
@@ -248,7 +249,18 @@ class RunRendezvous(GenerationHandler):
         if not self._has_steps:
             self._node.promise(asked, is_kept=True, step=-1)
 
+    def _wait_until_warm(self) -> None:
+        """A run that is under way does not wait for a new node's imports: the node joins once it could train at once."""
+        until = time.monotonic() + WARM_SECONDS
+        while not self.is_warm() and not self._is_over and time.monotonic() < until:
+            if self._node.is_settled and not self._node.generation.members:
+                return  # nobody trains yet
+            self.check()
+            time.sleep(0.02)
+
     def _next(self, deadline: float) -> RendezvousInfo:
+        if not self._current.number:
+            self._wait_until_warm()
         self._node.ready()
         if 0 < self._node.generation.number == self._current.number:
             self._node.failed(self._current.number)  # workers have failed here: the others are to start again too

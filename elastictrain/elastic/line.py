@@ -23,6 +23,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LINE = "ELASTICTRAIN_LINE"  # "DESCRIPTOR:PID OF THE AGENT"
+WARM = "ELASTICTRAIN_WARM"  # names a file that a spare makes when it has imported everything
 PAUSE = 0.5  # seconds between two looks whether a signal has come, on systems where it does not end a wait
 
 

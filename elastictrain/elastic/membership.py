@@ -40,7 +40,7 @@ from elastictrain.elastic.cells import (
     one_cell,
     reason_of,
 )
-from elastictrain.elastic.line import Assignment, Line, Place
+from elastictrain.elastic.line import WARM, Assignment, Line, Place
 from elastictrain.elastic.signals import Handlers, die_with
 from elastictrain.errors import GenerationOver, UsageError
 from elastictrain.machine import write_whole
@@ -363,6 +363,9 @@ def current(*, idle: Callable[[], None] = lambda: None) -> Membership:
         place = line.take(seconds=SPARE_SECONDS)
         if place is None:
             idle()
+            if WARM in os.environ:
+                with contextlib.suppress(OSError):
+                    open(os.environ[WARM], "x").close()
             place = line.take()
         assert place is not None
         _mine = AgentMembership(line, place)

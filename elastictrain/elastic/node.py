@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from elastictrain.elastic import actions
 from elastictrain.elastic.chain import Entry, Generation, Member, Message
 from elastictrain.elastic.links import MAX_STRANGERS, Link
-from elastictrain.elastic.protocol import Peer
+from elastictrain.elastic.protocol import Peer, State
 from elastictrain.elastic.runlog import RunLogError
 from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
@@ -95,6 +95,11 @@ class RunNode:
         self._thread.start()
 
     # ---- from any thread ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """It leads, or hears who does: what :attr:`generation` says is how things are."""
+        return self._peer.leading is not None or self._peer.state is State.FOLLOWING
 
     def ready(self) -> None:
         """It can be a member from now on."""

@@ -14,14 +14,18 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastictrain.elastic.line import Place, Speaker
+from elastictrain.elastic.line import WARM, Place, Speaker
 from elastictrain.machine import usable_cores
 
 
 class WorkerProcess:
     """One running worker.
+
+    Args:
+        folder: where it may say that it is warm; None: it need not.
 
     Attributes:
         pid: also the number of its session and group.
@@ -30,12 +34,13 @@ class WorkerProcess:
         code: exit code, negative for a signal as in ``subprocess``; None while it runs.
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], folder: str | None = None) -> None:
         self.rank = -1
+        self._warm = None if folder is None else os.path.join(folder, f"warm-{uuid.uuid4().hex}")
         self._line = Speaker()
         self._process = subprocess.Popen(
             command,
-            env={**env, **self._line.environment},
+            env={**env, **self._line.environment, **({} if self._warm is None else {WARM: self._warm})},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(self._line.descriptor,),
@@ -44,6 +49,11 @@ class WorkerProcess:
         self.pid = self._process.pid
         self.ended_at: float | None = None
         self.code: int | None = None
+
+    @property
+    def is_warm(self) -> bool:
+        """It has said that it has imported everything, and waits for its first place."""
+        return self._warm is not None and os.path.exists(self._warm)
 
     def place(self, place: Place, *, rank: int) -> None:
         """Its place in a generation that begins."""

@@ -87,6 +87,10 @@ class GenerationHandler(RendezvousHandler):
     def reached(self, step: int) -> None:
         """So many steps are finished by the furthest of this node's workers; -1: none yet."""
 
+    def is_warm(self) -> bool:
+        """Could this node's workers train at once? The agent puts its own answer here."""
+        return True
+
     def check(self) -> None:
         """Called again and again inside :meth:`next_rendezvous`; what it raises ends that."""
 
