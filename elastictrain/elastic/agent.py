@@ -26,10 +26,8 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -50,16 +48,16 @@ from elastictrain.elastic.crew import Crew
 from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.line import Assignment, Place
 from elastictrain.elastic.membership import EXIT_INTERRUPTED
+from elastictrain.elastic.notices import Interrupted, Notices
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import place_environment, worker_environment
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
-from elastictrain.elastic.stalls import Stalls
+from elastictrain.elastic.stalls import Lingering, Stalls
 from elastictrain.errors import EXIT_CHANGED, EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, IN_ORDER
 from elastictrain.metrics.published import Published
 
-SAME_KEYPRESS = 0.25  # seconds: a wrapper may pass on the Ctrl-C that the terminal has already sent
 FINISHED = "finished"  # why a run is closed
 LEFT_SUDDENLY = "this node has left while another one was lost; those that are left go on from their newest snapshot"
 NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
@@ -77,10 +75,6 @@ class _End(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
         self.outcome = outcome
-
-
-class _Interrupted(BaseException):
-    """A signal while no worker runs. Not an Exception: torch's rendezvous would retry."""
 
 
 def _say(line: str) -> None:
@@ -131,21 +125,19 @@ class Agent(PlacedAgent):
         self._reports = ""
         self._generation = -1
         self._furthest = -1
-        self._signals: list[tuple[int, float]] = []
+        self._notices = Notices(lambda: rendezvous.waiting)
         self._reason: StopReason | None = None
         self._deadline: float | None = None
-        self._looked_at = 0.0
         self._lost_since: float | None = None  # workers say that they have lost others
-        rendezvous.check = self._check_signals  # type: ignore[method-assign]
+        rendezvous.check = self._notices.check  # type: ignore[method-assign]
         rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
-        self._hanging: dict[int, float] = {}
         self._failure = ""
         self._history = {"started": time.time() if config.started is None else config.started}
 
     def train(self) -> Outcome:
         """Run to the end: finished, failed, or stopped."""
         self._private = PrivateDir()
-        before = self._install_handlers()
+        before = self._notices.install()
         code = EXIT_FAILED
         try:
             is_local = isinstance(self._handler, LocalRendezvous)
@@ -155,9 +147,8 @@ class Agent(PlacedAgent):
         except _End as end:
             code = end.outcome.code
             return end.outcome
-        except _Interrupted:
-            number = self._signals[0][0]
-            code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
+        except Interrupted:
+            code = self._notices.exit_code
             return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
         except RendezvousClosedError as error:
             code = EXIT_FINISHED if self._handler.closed == FINISHED else EXIT_FAILED
@@ -209,7 +200,7 @@ class Agent(PlacedAgent):
             self._published.begin(folder, generation=generation, workers=count)
         self._failure = ""
         self._history["nodes"] = worker_group.group_world_size
-        self._hanging = {}
+        self._lingering = Lingering(self._reports, self._config.exit_within)
         self._stalls = Stalls(self._config.stall_seconds)
         places = []
         for worker in worker_group.workers:
@@ -247,7 +238,7 @@ class Agent(PlacedAgent):
         if all(code in IN_ORDER for code in ends):
             return self._all_ended(ends)
         has_died = any(code not in (None, *IN_ORDER) for code in ends)
-        if has_died or any(view[LOST_OTHERS] for view in cells.views) or self._find_hanging():
+        if has_died or any(view[LOST_OTHERS] for view in cells.views) or self._lingering.look(self._crew.workers):
             if self._waits_for_word(cells):
                 return self._go_on() if handler.has_news else RunResult(WorkerState.HEALTHY)
             if not self._after_failure(cells):
@@ -312,17 +303,6 @@ class Agent(PlacedAgent):
         shutil.rmtree(os.path.dirname(self._reports), ignore_errors=True)
         self._cells, self._agreement = None, None
 
-    def _find_hanging(self) -> bool:
-        """Has a worker reported its error long ago and still not exited? Looks once a second, and at other nodes."""
-        now = time.monotonic()
-        if now - self._looked_at < 1.0:
-            return False
-        self._looked_at = now
-        for worker in self._crew.workers:
-            if worker.rank not in self._hanging and Report.read(self._reports, worker.rank) is not None:
-                self._hanging[worker.rank] = now
-        return any(now - since > self._config.exit_within for since in self._hanging.values())
-
     def _waits_for_word(self, cells: Cells) -> bool:
         """Workers have lost others and say no more than that: whose fault it is, the nodes will know soon."""
         if self._handler.is_alone or not is_anothers(self._crew.workers, cells, self._reports):
@@ -380,35 +360,12 @@ class Agent(PlacedAgent):
 
     # ---- stopping --------------------------------------------------------------------------------------------------
 
-    def _install_handlers(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        before: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup
-            before[number] = signal.signal(number, self._on_signal) or signal.SIG_DFL
-        return before
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append((number, time.monotonic()))
-        if self._handler.waiting:
-            raise _Interrupted
-
-    def _check_signals(self) -> None:
-        """While nodes meet: a signal that has come just before ends it, too."""
-        if self._signals:
-            raise _Interrupted
-
     def _heed_signals(self, agreement: Agreement, cells: Cells) -> None:
         handler = self._handler
-        interrupts = [when for number, when in self._signals if number == signal.SIGINT]
-        if interrupts and interrupts[-1] - interrupts[0] > SAME_KEYPRESS:
+        if self._notices.wants_end:
             self._end_generation(seconds=0)
             raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {ALL_LOST}"))
-        own: StopReason | None = cells.asked()
-        if self._signals:
-            own = StopReason.INTERRUPT if self._signals[0][0] == signal.SIGINT else StopReason.PREEMPT
+        own = self._notices.reason or cells.asked()
         if own is not None and self._reason is None:
             self._reason = own
             if handler.is_alone and Phase.STARTING in cells.phases() and Phase.RUNNING not in cells.phases():
@@ -423,7 +380,7 @@ class Agent(PlacedAgent):
             self._reason = StopReason.PREEMPT
         if self._reason is not None and self._deadline is None:
             self._deadline = time.monotonic() + self._config.grace
-            again = "; press Ctrl-C again to stop at once without saving" if interrupts else ""
+            again = "; press Ctrl-C again to stop at once without saving" if self._notices.is_by_hand else ""
             what = "all workers finish the step, save and exit"
             if not handler.is_alone:
                 what = "this node's workers finish the step and leave; what the others need is handed over"

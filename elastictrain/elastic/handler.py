@@ -17,7 +17,6 @@ On failure: torch's ``RendezvousTimeoutError``, ``RendezvousClosedError`` and ``
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -38,20 +37,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastictrain.channel import key_of
 from elastictrain.checkpoint.storage import is_exclusive
-from elastictrain.checkpoint.token import VARIABLE, make_token, read_token
+from elastictrain.checkpoint.token import VARIABLE
 from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.chain import Generation, Member
+from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
 from elastictrain.elastic.node import Log, RunNode, listen
-from elastictrain.elastic.rendezvous import LOOPBACK, GenerationHandler, free_port
+from elastictrain.elastic.rendezvous import GenerationHandler, free_port
 from elastictrain.elastic.runlog import FOLDER, FixedLog, RunLog
 from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
 BACKEND = "elastictrain"
-ENDPOINT_PORT = 29400  # torchrun's own default
 MASTER = "master"
 LEAVE_SECONDS = 5.0
 WARM_SECONDS = 120.0  # for a new node's workers to import everything, after which it joins as it is
@@ -97,7 +95,7 @@ class RunRendezvous(GenerationHandler):
         self._told = ""
         self._current = Generation()
         host = local_addr or own_address()
-        leads, server = (False, None) if fixed is None else _listen_if_mine(*fixed, host)
+        leads, server = (False, None) if fixed is None else listen_if_mine(*fixed, host)
         if leads:
             assert fixed is not None
             host = fixed[0]  # where the others look for it, whatever else this machine's addresses are
@@ -136,11 +134,11 @@ class RunRendezvous(GenerationHandler):
                     f"--rdzv-endpoint {endpoint}: set {VARIABLE} to the same secret on all nodes,"
                     " or name a run directory instead"
                 )
-            return None, _key(RunDir("memory://" if token_dir is None else token_dir)), Member("the endpoint", *fixed)
+            return None, key_in(RunDir("memory://" if token_dir is None else token_dir)), Member("the endpoint", *fixed)
         run_dir = RunDir(endpoint)
         if run_dir.is_memory:
             raise UsageError(f"--rdzv-endpoint {endpoint}: other processes do not see it")
-        key = _key(run_dir)
+        key = key_in(run_dir)
         folder = FOLDER if self._run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(self._run_id, safe='')}"
         run_log = RunLog(run_dir, key, folder=folder)
         run_log.probe()
@@ -382,46 +380,10 @@ def create(parameters: RendezvousParameters, **more: Any) -> RunRendezvous:
         raise UsageError(f"--rdzv-conf: beat={timing.beat:g} and ttl={timing.ttl:g}: a node must get to speak twice")
     return RunRendezvous(
         parameters.endpoint,
-        fixed=_host_and_port(parameters.endpoint),
+        fixed=host_and_port(parameters.endpoint),
         run_id=parameters.run_id,
         timing=timing,
         local_addr=parameters.local_addr,
         join_seconds=join_seconds,
         **more,
     )
-
-
-def _key(run_dir: RunDir) -> bytes:
-    """Of the run's token, which is made if it is not there."""
-    make_token(run_dir)
-    return key_of(read_token(run_dir))
-
-
-def own_address() -> str:
-    """This machine's address on its way out; loopback where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address of nobody; nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            return LOOPBACK
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int] | None:
-    """None: it is a run directory."""
-    if not endpoint:
-        raise UsageError("--rdzv-endpoint is empty: give it a run directory that all nodes reach, or HOST:PORT")
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\[\]]+)(?::(\d{1,5}))?", endpoint)
-    if found is None or "://" in endpoint:
-        return None
-    if found[2] is None and (os.path.isdir(endpoint) or found[1] in (".", "..")):
-        return None
-    return found[1].strip("[]"), int(found[2] or ENDPOINT_PORT)
-
-
-def _listen_if_mine(host: str, port: int, own: str) -> tuple[bool, socket.socket]:
-    """Is that address this machine's, and free? Then this node leads."""
-    try:
-        return True, listen(host, port)
-    except OSError:
-        return False, listen(own)

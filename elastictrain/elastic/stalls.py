@@ -1,4 +1,4 @@
-"""Workers that live and make no progress: a hang, which this turns into a death.
+"""Workers that live and make no progress, or do not exit: a hang, which this turns into a death.
 
 Progress is a boundary passed, or a batch of an evaluation done, by any worker of the node; ranks work in lockstep, so one
 that hangs stops them all. When nothing has moved for too long, every worker writes its stacks to stderr, and the generation
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from elastictrain.elastic.cells import Cells, Phase
 from elastictrain.elastic.processes import WorkerProcess
+from elastictrain.elastic.report import Report
 
 STACKS = (
     signal.SIGUSR2
@@ -55,3 +56,28 @@ class Stalls:
             f"rank {worker.rank} at step {step}" for worker, step in zip(workers, cells.steps(), strict=True)
         )
         return f"no worker has made progress for {stalled:.0f} s ({ranks})"
+
+
+class Lingering:
+    """Workers of one generation that have reported their error and do not exit.
+
+    Args:
+        reports: where reports are.
+        seconds: that they may take.
+    """
+
+    def __init__(self, reports: str, seconds: float) -> None:
+        self._reports, self._seconds = reports, seconds
+        self._since: dict[int, float] = {}  # by rank
+        self._looked_at = 0.0
+
+    def look(self, workers: Sequence[WorkerProcess]) -> bool:
+        """Is there one that has taken too long? Looks once a second."""
+        now = time.monotonic()
+        if now - self._looked_at < 1.0:
+            return False
+        self._looked_at = now
+        for worker in workers:
+            if worker.rank not in self._since and Report.read(self._reports, worker.rank) is not None:
+                self._since[worker.rank] = now
+        return any(now - since > self._seconds for since in self._since.values())

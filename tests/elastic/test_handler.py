@@ -29,7 +29,8 @@ from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import read_token
 from elastictrain.elastic import handler as handler_module
 from elastictrain.elastic.chain import Member
-from elastictrain.elastic.handler import BACKEND, RunRendezvous, _host_and_port, create
+from elastictrain.elastic.endpoint import host_and_port
+from elastictrain.elastic.handler import BACKEND, RunRendezvous, create
 from elastictrain.elastic.node import listen
 from elastictrain.elastic.runlog import RunLog
 from elastictrain.errors import UsageError
@@ -177,11 +178,11 @@ def test_a_host_and_port_is_led_by_its_host(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_an_endpoint_may_be() -> None:
-    assert _host_and_port("node7:1234") == ("node7", 1234)
-    assert _host_and_port("node7") == ("node7", 29400)
-    assert _host_and_port("[::1]:80") == ("::1", 80)
+    assert host_and_port("node7:1234") == ("node7", 1234)
+    assert host_and_port("node7") == ("node7", 29400)
+    assert host_and_port("[::1]:80") == ("::1", 80)
     for folder in ("/shared/run", "s3://bucket/run", "runs/a", "./run", "."):
-        assert _host_and_port(folder) is None
+        assert host_and_port(folder) is None
     for endpoint, complaint in [("", "is empty"), ("memory://run", "do not see it")]:
         with pytest.raises((UsageError, ValueError), match=complaint):
             create(parameters(endpoint))
