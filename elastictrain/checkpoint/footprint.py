@@ -1,4 +1,7 @@
-"""Host memory that checkpoints take on one node, in the steady state: whole images, as many as each of their users has.
+"""Host memory that checkpoints take on one node at most: whole images, as many as each of their users has.
+
+That is right after a restart, when one snapshot of the earlier start is still there; later there is one image less. Not
+counted are the images of saves that were under way when their worker was lost, which go with the writer that finishes them.
 
 An image has the bytes of the parameters, buffers and optimizer state that a rank writes; of what replicas
 hold alike each writes a part. Nothing here fails: an optimizer that cannot be tried is taken for one with two moments.
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastictrain.checkpoint.held import MAX_COPIES, MAX_OWN
+from elastictrain.checkpoint.held import MAX_COPIES, MAX_EARLIER, MAX_OWN
 from elastictrain.checkpoint.plan import local_tensors
 
 MAX_SAVES = 2  # images of saves: one that is written, and one that is staged meanwhile
@@ -38,12 +41,12 @@ class Footprint:
     @property
     def snapshots(self) -> int:
         """On top of it, with ``snapshot_every``: the node's own."""
-        return MAX_OWN * self.state
+        return (MAX_OWN + MAX_EARLIER) * self.state
 
     @property
     def copies(self) -> int:
         """On top of it: another node's."""
-        return MAX_COPIES * self.state if self.has_buddy else 0
+        return (MAX_COPIES + MAX_EARLIER) * self.state if self.has_buddy else 0
 
 
 def state_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:

@@ -23,6 +23,7 @@ from elastictrain.checkpoint.marked import Marked, make_shared, whole_bytes
 MAX_OWN = 3  # two that are kept, and one that is filled anew; whole as well in between
 MAX_MANIFEST_BYTES = 1 << 28  # none comes near
 MAX_COPIES = 2  # one that is whole, and one that arrives; both are whole in between
+MAX_EARLIER = 1  # of an earlier start: own as well as copied, until this start has a snapshot that replaces it
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from elastictrain.rundir import RunDir
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.25  # how long a rank that waits listens to its writer before it asks the other ranks
+LONG_SECONDS = 1.0  # that training waits for earlier saves: worth a line
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Saves:
         patience: seconds that it waits for them at most; then it fails.
         failed_here: what this rank's writer has reported and nobody has read yet.
         num_skipped: saves that were left out because earlier ones were still being written.
-        waited: seconds that training waited for earlier ones.
+        num_waited: those that waited for earlier ones instead, on this rank, and long enough to be said.
+        waited: seconds that training waited for earlier ones, on this rank.
         blocked: seconds that training stood still for the last one.
     """
 
@@ -93,6 +95,7 @@ class Saves:
         self.patience = math.inf
         self.failed_here: list[str] = []
         self.num_skipped = 0
+        self.num_waited = 0
         self.waited = 0.0
         self.blocked = 0.0
 
@@ -135,12 +138,22 @@ class Saves:
         return f"{self._generation:06d}-{uuid.uuid4().hex[:12]}"
 
     def make_room(self, decided: str) -> None:
-        waiting = time.monotonic()
+        began, waited = time.monotonic(), 0.0
         while self._is_full:
-            if time.monotonic() - waiting > self.patience:
+            if waited > self.patience:
                 raise TimeoutError(f"earlier ones are still being written after {self.patience:g} s")
             self.look(TURN_SECONDS)
-        self.waited += time.monotonic() - waiting
+            waited = time.monotonic() - began
+        self.waited += waited
+        if waited > LONG_SECONDS:
+            self.num_waited += 1
+            if self._ranks.rank == 0:
+                log.warning(
+                    "training waited %.1f s for earlier checkpoints to be written (%d waits so far):"
+                    " storage is slower than saves come",
+                    waited,
+                    self.num_waited,
+                )
         self.reached("planned")
 
     def take(self, decided: str, staged: Staged) -> None:

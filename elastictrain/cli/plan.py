@@ -238,7 +238,8 @@ def _print(question: _Question, model: Model, devices: Devices, made: Plan, *, s
     host = _host(question, made)
     copies = f", and {size(host.copies)} for copies of another node's" if host.has_buddy else ""
     say(
-        f"host memory of a node: saves take up to {size(host.saves)}; --snapshot-every {size(host.snapshots)} more{copies}"
+        f"host memory of a node: saves take up to {size(host.saves)};"
+        f" --snapshot-every up to {size(host.snapshots)} more{copies}"
     )
     fitting = sum(one.fits and one.can_be_chosen for one in made.layouts)
     hidden = len(made.layouts) - len(shown)

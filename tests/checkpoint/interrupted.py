@@ -2,6 +2,7 @@
 
 HOW is ``kill`` (SIGKILL to itself), ``kill-parent`` (to its worker, and it goes on), ``kill-both``, or the number of an
 OSError. Its parts are small: as S3 allows.
+POINT "linger" is none: without its worker it goes on for HOW seconds, where else it is a minute.
 ``POINT:2`` is the third time that the point is passed, counting from when the file FLAG is there;
 several points are separated by commas, each is interrupted once.
 """
@@ -44,7 +45,7 @@ def main() -> None:
             if how.isdigit():
                 raise OSError(int(how), os.strerror(int(how)))
 
-    drain_main.LINGER_SECONDS = 60.0
+    drain_main.LINGER_SECONDS = float(how) if "linger" in left else 60.0
     upload.PART_BYTES = PART_BYTES
     Drain.reached = staticmethod(reached)
     drain_main.main()

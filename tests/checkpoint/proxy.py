@@ -20,8 +20,9 @@ class Proxy:
 
     Attributes:
         fault: given method and path (with query): None, or "503", "403 CODE", "cut" (the connection ends in the middle
-            of the request), "lost" (it is done, and the connection ends instead of an answer), "slow" (half a second
-            before the answer).
+            of the request), "lost" (it is done, and the connection ends instead of an answer), "slow" (:attr:`pause` before
+            the answer), "stuck" (no answer until :attr:`is_over` is set).
+        pause: seconds that "slow" takes; and for each MB of the request as much again.
         seen: methods and paths of all requests.
         uploaded: bytes in the bodies of all requests that were passed on.
     """
@@ -30,6 +31,8 @@ class Proxy:
     fault: Callable[[str, str], str | None] = lambda method, path: None
     seen: list[tuple[str, str]] = field(default_factory=list)
     uploaded: int = 0
+    pause: float = 0.5
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Proxy:
         proxy = self
@@ -52,6 +55,7 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.is_over.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -73,7 +77,11 @@ class Proxy:
         length = int(request.headers.get("Content-Length") or 0)
         body = request.rfile.read(length)
         if fault == "slow":
-            time.sleep(0.5)
+            time.sleep(self.pause * (1 + length / 1e6))
+        if fault == "stuck":
+            self.is_over.wait()
+            request.close_connection = True
+            return
         if fault in (None, "slow", "lost"):
             self.uploaded += length
             self._forward(request, method, path, body, answers=fault != "lost")

@@ -115,7 +115,11 @@ def orphans(run_dir: RunDir) -> list[str]:
         there = [str(path) for path in Path(run_dir.join("checkpoints")).rglob("*")]
         return [one for one in there if not any(path.startswith(one) or one.startswith(path) for path in committed)]
     run_dir.fs.invalidate_cache()
-    there = [one for one in run_dir.fs.find(run_dir.path) if not any(one.startswith(path) for path in committed)]
+    there = [
+        one
+        for one in run_dir.fs.find(run_dir.join("checkpoints"))
+        if not any(one.startswith(path) for path in committed)
+    ]
     bucket = run_dir.path.split("/")[0]
     uploads = run_dir.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", [])
     return there + [one["Key"] for one in uploads]

@@ -14,7 +14,7 @@ from tests.checkpoint.states import manager
 
 def test_of_one_node_and_of_several() -> None:
     assert (Footprint(100, has_buddy=False).saves, Footprint(100, has_buddy=False).copies) == (200, 0)
-    assert (Footprint(100, has_buddy=True).snapshots, Footprint(100, has_buddy=True).copies) == (300, 200)
+    assert (Footprint(100, has_buddy=True).snapshots, Footprint(100, has_buddy=True).copies) == (400, 300)
 
 
 @pytest.mark.parametrize(

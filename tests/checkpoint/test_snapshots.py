@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
 from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.held import MAX_EARLIER, MAX_OWN
 from tests.checkpoint.nodes import Node, is_running, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import run_ranks
@@ -135,13 +136,14 @@ def test_the_memory_is_bounded_over_many_snapshots(two_nodes: list[Node], tmp_pa
 
 
 def test_a_later_start_replaces_what_the_one_before_has_left(node: Node, tmp_path: Path) -> None:
-    state = {"w": torch.zeros(1 << 18)}
+    state, image = {"w": torch.zeros(1 << 18)}, (1 << 20) + (1 << 13)
     for start in (1, 2):
         base = next((one["about"]["snapshot"] for one in node.held() if one["about"]["step"] == 31), None)
         checkpoints = taking(str(tmp_path), node.address, start=start, base=base)
         for step in (10, 20, 30):
             snapshot(checkpoints, step + start, state)
             _wait_whole(checkpoints, node, step + start)
+            assert memory_of(node.pid) <= (MAX_OWN + MAX_EARLIER) * image
         checkpoints.close()
         assert node.steps() == [10 + start, 20 + start, 30 + start]
     wait_until(lambda: memory_of(node.pid) < 4 << 20)

@@ -82,7 +82,7 @@ def test_a_plain_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = ["mesh", "parameters", "gradients", "optimizer", "communication", "activations", "total"]
     assert lines[1].split() == head
     assert lines[2].startswith("dp_replicate=4") and lines[2].endswith("auto")
-    assert lines[-3] == "host memory of a node: saves take up to 3 MiB; --snapshot-every 4.6 MiB more"
+    assert lines[-3] == "host memory of a node: saves take up to 3 MiB; --snapshot-every up to 6.1 MiB more"
     assert lines[-1].startswith("auto takes dp_replicate=4: every rank keeps the whole state: ")
     assert "layouts fit; --all shows" in lines[-2]
     assert len(set(map(len, [line[: lines[1].index("total") + 5] for line in lines[1:-3]]))) == 1, "columns line up"

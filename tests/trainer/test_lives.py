@@ -22,6 +22,7 @@ from elastictrain.elastic.cells import LOST, PHASE, Cells, Phase, one_cell
 from elastictrain.elastic.line import Assignment, Line, Place, Speaker
 from elastictrain.elastic.membership import AgentMembership
 from elastictrain.parallel.mesh import abandon
+from tests.checkpoint.nodes import memory_of
 from tests.cli.lives_task import Lives as Task
 from tests.helpers import free_port, run_ranks
 
@@ -51,7 +52,8 @@ class Measuring(Callback):
         meshes = sum(isinstance(one, DeviceMesh) for one in objects)
         modules = sum(isinstance(one, FSDPModule) for one in objects)
         fds, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-        Measuring.found.append({"fds": fds, "threads": threads, "meshes": meshes, "modules": modules})
+        images = memory_of("self")
+        Measuring.found.append({"fds": fds, "threads": threads, "meshes": meshes, "modules": modules, "images": images})
 
 
 def places(folder: Path, rank: int, world_size: int, ports: list[int]) -> list[Place]:
@@ -117,4 +119,5 @@ def test_nothing_of_an_old_generation_is_left(mesh: str, early: bool, tmp_path: 
         assert num_places == len(found) == len(ports)
         first, last = found[SETTLED], found[-1]
         assert last["meshes"] <= first["meshes"] and last["modules"] <= first["modules"], found
+        assert all(one["images"] == found[0]["images"] for one in found), "of saves and snapshots"
         assert last["fds"] <= first["fds"] + 4 and last["threads"] <= first["threads"] + 2, found
