@@ -2,16 +2,20 @@
 
     python benchmarks/recovery.py                # 5 rounds of 2 kills each, 4 ranks
     python benchmarks/recovery.py --kills 1 --rounds 2
+    python benchmarks/recovery.py --nodes    # 3 nodes: leave, join, death of a member and of the leader
 
 A round is a run of each, one after the other, so that both see the machine in the same mood; a worker is killed when the
 run has been quiet for a while, so that the spare is warm and the last checkpoint is written. Ours takes a snapshot of every
 step, which the other's checkpoint of every tenth does not match; torchrun gets the variable without which its restarts fail
-on gloo (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). Phases are those of ``elastictrain status --json``, in seconds.
+on gloo (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). Nodes are agents of one run directory, with one worker each; a death is a
+``kill -9`` of an agent with its worker and its keeper, timed from the kill; a leave (SIGTERM) and a join are timed from the
+last step before to the first step after, of all ranks. Phases are those of ``elastictrain status --json``, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -21,11 +25,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from elastictrain.channel import key_of
+from elastictrain.checkpoint.token import read_token
+from elastictrain.elastic.runlog import RunLog
+from elastictrain.rundir import RunDir
 
 MODEL = Path(__file__).with_name("recovery_model.py")
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 LIMIT = 120.0
+
+from tests.soak import children_of, listens  # noqa: E402
 
 
 class Run:
@@ -111,7 +124,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--quiet", type=float, default=25.0, help="seconds before each kill")
+    parser.add_argument("--nodes", action="store_true", help="of several nodes, instead")
     options = parser.parse_args()
+    if options.nodes:
+        table("change of nodes, 3 ↔ 2", nodes(options.rounds, options.quiet))
+        return
     seconds: dict[str, list[float]] = {"elastictrain": [], "torchrun": []}
     of_phases: dict[str, list[float]] = {}
     for _ in range(options.rounds):
@@ -133,12 +150,112 @@ def main() -> None:
     show(seconds, of_phases)
 
 
-def show(seconds: dict[str, list[float]], of_phases: dict[str, list[float]]) -> None:
-    print(
-        "\n| kill -9 of a worker → first new step of all ranks | median | least | most | n |\n|---|---:|---:|---:|---:|"
-    )
+class Nodes(Run):
+    """Several agents of one run directory; the first is the process of the run."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder, self.num_ranks = folder, num_nodes
+        self.agents: list[subprocess.Popen[bytes]] = []
+        for _ in range(num_nodes):
+            self.start()
+        self.process = self.agents[0]
+
+    def start(self) -> None:
+        command = [*ours(self.folder, 1), "--nnodes", f"1:{self.num_ranks}", "--local-addr", "127.0.0.1"]
+        command[command.index("dp_shard=1")] = "dp_shard=-1"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with open(self.folder / "output", "a") as out:
+            self.agents.append(subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True))
+
+    def wait_for_ranks(self, count: int) -> None:
+        """Until so many train together."""
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline:
+            steps = self.steps()
+            if steps and len({rank for _, _, rank, generation in steps if generation == steps[-1][3]}) == count:
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"{count} nodes do not train: {(self.folder / 'output').read_text()[-3000:]}")
+
+    def change(self, act: Callable[[], None], *, ranks: int, is_death: bool) -> float:
+        """Seconds that it costs; ``ranks``: how many train afterwards."""
+        before = self.steps()[-1][3]
+        began = time.time()
+        act()
+        self.num_ranks, whole = ranks, self.num_ranks
+        try:
+            ended = self.wait_for_all(after=before)
+        finally:
+            self.num_ranks = whole
+        generation = next(g for moment, _, _, g in self.steps() if moment >= ended)
+        last = max(moment for moment, _, _, g in self.steps() if g < generation)
+        return ended - (began if is_death else last)
+
+    def lose(self, agent: subprocess.Popen[bytes]) -> None:
+        ours = children_of(agent.pid)
+        agent.kill()
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.agents.remove(agent)
+        agent.wait()
+
+    def leave(self, agent: subprocess.Popen[bytes]) -> None:
+        agent.send_signal(signal.SIGTERM)
+        self.agents.remove(agent)
+
+    def leader(self) -> subprocess.Popen[bytes]:
+        run_dir = RunDir(str(self.folder / "run"))
+        leader = RunLog(run_dir, key_of(read_token(run_dir))).newest().leader
+        assert leader is not None
+        return next(one for one in self.agents if listens(one.pid, leader.port))
+
+    def member(self) -> subprocess.Popen[bytes]:
+        leader = self.leader()
+        return next(one for one in self.agents if one is not leader)
+
+    def stop(self) -> None:
+        for agent in self.agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in self.agents:
+            agent.wait(LIMIT)
+
+
+def nodes(rounds: int, quiet: float) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("leave", "join", "death of a member", "death of the leader")
+    }
+    folder = Path(tempfile.mkdtemp(prefix="recovery-"))
+    run = Nodes(folder, 3)
+
+    def measure(name: str, act: Callable[[], None], *, ranks: int, is_death: bool = False) -> None:
+        run.wait_for_ranks(3 if name != "join" else 2)
+        time.sleep(quiet)
+        seconds[name].append(run.change(act, ranks=ranks, is_death=is_death))
+        print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
+
+    try:
+        for _ in range(rounds):
+            measure("leave", lambda: run.leave(run.member()), ranks=2)
+            measure("join", run.start, ranks=3)
+            measure("death of a member", lambda: run.lose(run.member()), ranks=2, is_death=True)
+            measure("join", run.start, ranks=3)
+            measure("death of the leader", lambda: run.lose(run.leader()), ranks=2, is_death=True)
+            measure("join", run.start, ranks=3)
+    finally:
+        run.stop()
+    shutil.rmtree(folder)
+    return seconds
+
+
+def table(what: str, seconds: dict[str, list[float]]) -> None:
+    print(f"\n| {what} | median | least | most | n |\n|---|---:|---:|---:|---:|")
     for name, found in seconds.items():
         print(f"| {name} | {statistics.median(found):.2f} s | {min(found):.2f} | {max(found):.2f} | {len(found)} |")
+
+
+def show(seconds: dict[str, list[float]], of_phases: dict[str, list[float]]) -> None:
+    table("kill -9 of a worker → first new step of all ranks", seconds)
     ratio = statistics.median(seconds["torchrun"]) / statistics.median(seconds["elastictrain"])
     print(f"\ntorchrun / elastictrain: {ratio:.1f}")
     print("phases, medians: " + ", ".join(f"{name} {statistics.median(v):.3f}" for name, v in of_phases.items()))

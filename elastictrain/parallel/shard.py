@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ from elastictrain.parallel.unused import Unused
 IDLE = "_elastictrain_idle"  # on a module: it runs without data, for the sake of FSDP's collectives
 # By precision, the numbers of a forward pass; with fp8 of all but some products.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+class Way(StrEnum):
+    """How a unit takes part in a pass. FSDP reduces gradients of a unit whose inputs need none at the very end."""
+
+    FORWARD = "forward"  # no backward pass
+    THROUGH = "through"  # the backward pass goes on to its inputs
+    FROM_HERE = "from-here"  # it has weights that train, and nothing before it does
 
 
 class StepRoot(nn.Module):
@@ -92,9 +101,7 @@ class Sharded:
         self._store = mesh.ranks.store
         self._rank = mesh.ranks.rank
         self._units = {f"task.{name}": task.get_submodule(name) for name in units}
-        self._orders: dict[
-            str, list[tuple[str, bool]]
-        ] = {}  # step method -> (unit, is there a backward pass through it)
+        self._orders: dict[str, list[tuple[str, Way]]] = {}  # step method -> units, as they run
         self._has_replicas, self._zero = mesh.shape.dp_replicate > 1, mesh.shape.zero
         self._is_last = True
         axes = mesh.shard_axes
@@ -122,21 +129,28 @@ class Sharded:
 
     def learn(self, method: str, *args: Any, publish: bool) -> Any:
         """As a call, and note the order of units; ``publish`` it while going, for ranks that have nothing to run."""
-        order: list[tuple[str, bool]] = []
+        order: list[tuple[str, Way]] = []
         store = self._store if publish and self._rank == 0 else None
 
         def entered(name: str) -> Any:
-            def hook(unit: nn.Module, inputs: Any) -> None:
-                trains = any(p.requires_grad for p in unit.parameters()) or _needs_gradient(inputs)
-                needs_gradient = torch.is_grad_enabled() and trains
+            def hook(unit: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+                way = Way.FORWARD
+                if torch.is_grad_enabled():
+                    if _needs_gradient((*inputs, *named.values())):
+                        way = Way.THROUGH
+                    elif any(p.requires_grad for p in unit.parameters()):
+                        way = Way.FROM_HERE
                 if store is not None:
-                    store.set(f"order/{method}/{len(order)}", f"{name} {int(needs_gradient)}")
-                order.append((name, needs_gradient))
+                    store.set(f"order/{method}/{len(order)}", f"{name} {way}")
+                order.append((name, way))
 
             return hook
 
         # Before FSDP's own hook: rank 0 says what comes next, and only then waits for the others to gather it.
-        handles = [unit.register_forward_pre_hook(entered(name), prepend=True) for name, unit in self._units.items()]
+        handles = [
+            unit.register_forward_pre_hook(entered(name), prepend=True, with_kwargs=True)
+            for name, unit in self._units.items()
+        ]
         try:
             output = self(method, *args)
         finally:
@@ -154,24 +168,24 @@ class Sharded:
         """A pass without data; returns a zero whose backward pass takes part in the reductions."""
         grad = torch.is_grad_enabled()
         zero = torch.zeros((), device=_device(self.root), requires_grad=grad)
-        order: list[tuple[str, bool]] = []
+        order: list[tuple[str, Way]] = []
 
         def run(_method: str) -> Tensor:
             value = zero
-            for name, needs_gradient in self._order(method):
-                order.append((name, needs_gradient))
-                with torch.set_grad_enabled(needs_gradient and grad):
-                    out = self._units[name](value if needs_gradient else value.detach())
-                value = out if needs_gradient else value + out.detach()
+            for name, way in self._order(method):
+                order.append((name, way))
+                with torch.set_grad_enabled(way is not Way.FORWARD and grad):
+                    out = self._units[name](value if way is Way.THROUGH else value.detach())
+                value = out if way is Way.THROUGH else value + out
             return value * 1
 
-        with _stand_ins(self.root, run, self._units.values()):
+        with _stand_ins(self.root, run, self._units.values(), zero):
             output = self.root(method)
         self._orders.setdefault(method, order)
         assert isinstance(output, Tensor)
         return output
 
-    def _order(self, method: str) -> Iterator[tuple[str, bool]]:
+    def _order(self, method: str) -> Iterator[tuple[str, Way]]:
         """The units of a pass: as learned, else as rank 0 publishes them."""
         if method in self._orders:
             yield from self._orders[method]
@@ -179,8 +193,8 @@ class Sharded:
         assert self._store is not None
         index = 0
         while (entry := self._store.get(f"order/{method}/{index}").decode()) != "end":
-            name, needs_gradient = entry.split(" ")
-            yield name, needs_gradient == "1"
+            name, way = entry.split(" ")
+            yield name, Way(way)
             index += 1
 
     def settle(self) -> None:
@@ -230,14 +244,14 @@ def _needs_gradient(output: Any) -> bool:
 class _stand_ins:
     """Within, modules run these instead of the user's code. FSDP's hooks around them stay, tensor parallelism's sleep."""
 
-    def __init__(self, root: nn.Module, run: Any, units: Any) -> None:
+    def __init__(self, root: nn.Module, run: Any, units: Any, zero: Tensor) -> None:
         self._forwards = Forwards()
-        self._root, self._run, self._units = root, run, list(units)
+        self._root, self._run, self._units, self._zero = root, run, list(units), zero
 
     def __enter__(self) -> None:
         self._forwards.replace(self._root, lambda root, method: self._run(method))
         for unit in self._units:
-            self._forwards.replace(unit, lambda unit, value: value * 1)
+            self._forwards.replace(unit, lambda unit, value: value * 1 if value.requires_grad else value + self._zero)
             unit.__dict__[IDLE] = True
 
     def __exit__(self, *exc: object) -> None:

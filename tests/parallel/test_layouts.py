@@ -54,9 +54,22 @@ class Net(nn.Module):
         return (self(batch) ** 2).mean()
 
 
-def _build(rank: int, world_size: int, mesh: MeshConfig, *, made: bool) -> tuple[Net, Built]:
+class Plain(Net):
+    """Blocks that get the data as it is, which needs no gradients: FSDP reduces the first one's at the very end."""
+
+    def configure_model(self) -> None:
+        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+        self.into = self.out = nn.Linear(6, 6, bias=False)
+        self.register_buffer("table", torch.arange(6).float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.blocks[0](x) + self.blocks[1](x)
+        return self.out(self.blocks[2](x=value)) + self.table
+
+
+def _build(rank: int, world_size: int, mesh: MeshConfig, *, made: bool, kind: type[Net] = Net) -> tuple[Net, Built]:
     torch.manual_seed(0 if rank == 0 else 99)  # other ranks' own weights must not count
-    net = Net()
+    net = kind()
     ranks = join(rank=rank, world_size=world_size, local_rank=rank)
     recipe, notes = configure(net, net.configure_model, defer=made, seed=3)
     assert (recipe is not None) == made and not notes
@@ -103,8 +116,8 @@ def _step(net: Net, built: Built, step: int, num_slots: int) -> Tensor:
     return total
 
 
-def _train(rank: int, world_size: int, mesh: MeshConfig, num_slots: int, made: bool) -> Any:
-    net, built = _build(rank, world_size, mesh, made=made)
+def _train(rank: int, world_size: int, mesh: MeshConfig, num_slots: int, made: bool, kind: type[Net] = Net) -> Any:
+    net, built = _build(rank, world_size, mesh, made=made, kind=kind)
     # SGD with momentum: Adam would hide a gradient of the wrong scale
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
     losses = []
@@ -154,6 +167,16 @@ def test_a_mesh_changes_nothing(world_size: int, mesh: MeshConfig, num_slots: in
             torch.testing.assert_close(full[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
         expected = [n for n, t in tensors.items() if n != "table" and "running" not in n and "tracked" not in n]
         assert sharded == (sorted(expected) if mesh.dp_shard != 1 else [])
+
+
+@pytest.mark.parametrize("num_slots", [2, 4])
+def test_blocks_whose_inputs_need_no_gradients(num_slots: int) -> None:
+    """With 2 slots one of three ranks never has any."""
+    ((losses, tensors, _),) = run_ranks(_train, 1, MeshConfig("auto"), num_slots, True, Plain)
+    for theirs, full, _ in run_ranks(_train, 3, MeshConfig(dp_shard=3), num_slots, True, Plain):
+        assert max(abs(a - b) for a, b in zip(theirs, losses, strict=True)) <= 1e-5 * max(losses)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(full[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _weights(rank: int, world_size: int, mesh: MeshConfig) -> Any:
