@@ -197,12 +197,16 @@ class Nodes(Run):
         for pid in ours:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.agents.remove(agent)
+        self.forget(agent)
         agent.wait()
 
     def leave(self, agent: subprocess.Popen[bytes]) -> None:
         agent.send_signal(signal.SIGTERM)
+        self.forget(agent)
+
+    def forget(self, agent: subprocess.Popen[bytes]) -> None:
         self.agents.remove(agent)
+        self.process = self.agents[0]
 
     def leader(self) -> subprocess.Popen[bytes]:
         run_dir = RunDir(str(self.folder / "run"))
