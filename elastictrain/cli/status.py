@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elastictrain.metrics.lines import Folder
     from elastictrain.rundir import RunDir
 
-_UNDER_WAY = ("running", "silent")  # states after which there may come more
+_UNDER_WAY = ("running", "changing", "silent")  # states after which there may come more
 
 
 @click.command()
@@ -100,9 +100,12 @@ def _watch(folder: Folder, place: RunDir, found: dict[str, Any], *, as_json: boo
 def rows(found: Mapping[str, Any]) -> Iterator[str]:
     """A status as lines for a person."""
     from elastictrain.metrics.console import format_count, format_percent, format_seconds
+    from elastictrain.metrics.status import silence
 
     age = format_seconds(max(0.0, time.time() - found["seen"]))
     yield f"{found['state']}: step {found['step']}, generation {found['generation']}, last seen {age} ago"
+    if found["state"] == "silent":
+        yield f"  note: {silence(age)}"
     if "samples" in found:
         tokens = f", {format_count(found['tokens'])} tokens" if found["tokens"] else ""
         yield f"  trained: {format_count(found['samples'])} samples{tokens}"

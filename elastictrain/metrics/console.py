@@ -4,8 +4,8 @@ Each function takes one frozen record and a console and prints: a framed table o
 value`` lines that keep their form from version to version and are never wrapped, so that ``grep`` finds them. Text
 comes out as it is: square brackets in a path are not markup.
 
-On failure: a reader that leaves (``| head``) does not end the run where the console is one of :func:`make_console`, it
-prints nothing from then on. Other errors of the stream are raised; nothing else can fail here.
+On failure: a stream that fails (a reader that left, a full disk, a terminal that is gone) does not end the run where the
+console is one of :func:`make_console`: it prints nothing from then on. Nothing else can fail here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ Row = tuple[str, str]
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True  # rich would exit
+
+    def __exit__(self, *raised: Any) -> None:
+        """Everything that is printed leaves here."""
+        try:
+            super().__exit__(*raised)
+        except OSError:
+            self.quiet = True
 
 
 def make_console(stream: IO[str] | None = None) -> Console:

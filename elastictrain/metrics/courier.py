@@ -138,13 +138,14 @@ class Courier(Generic[T]):
         """All of them are, by every writer; called with the lock held."""
 
     def _more(self, *, closing: bool) -> Sequence[T]:
-        """What there is to write beside what was given; in the background thread, after a flush that was written."""
+        """What there is to write beside what was given; in the background, after a flush, while nobody asks for another."""
         return []
 
-    def waiting(self) -> list[T]:
-        """What is not written yet, for all that is known here."""
+    def waiting(self, most: int) -> list[T]:
+        """The newest of what is not written yet, for all that is known here; takes no longer where there is more."""
         with self._changed:
-            return [*self._under_way, *self._inbox]
+            newest = itertools.chain(reversed(self._inbox), reversed(self._under_way))
+            return [*itertools.islice(newest, most)][::-1]
 
     def flush(self, *, wait: float = 0.0) -> bool:
         """Have everything given so far written now, in the background.
@@ -208,14 +209,7 @@ class Courier(Generic[T]):
                 items = [self._inbox.popleft() for _ in range(len(self._inbox))]
                 self._under_way.extend(items)
             self._hand_out([self._prepared(item) for item in items])
-            done = self._write()
-            closing = self._deadline is not None
-            if done and (more := self._more(closing=closing)):
-                self._hand_out(more)  # these go with the next flush: not one more object for them
-                done = not closing or self._write()
-            while not done and self._deadline is not None and time.monotonic() < self._deadline:
-                time.sleep(0.2)
-                done = self._write()
+            done = self._write_by_the_deadline()
             with self._changed:
                 self._served = number
                 if done:
@@ -223,8 +217,23 @@ class Courier(Generic[T]):
                     self._are_written(list(self._under_way))
                     self._under_way.clear()
                 self._changed.notify_all()
+                closing, is_asked = self._deadline is not None, self._asked > number
+            # What takes its time comes after what somebody may wait for, and what goes with the next flush needs no object.
+            if done and not is_asked and (more := self._more(closing=closing)):
+                self._hand_out(more)
+                if closing:
+                    self._write_by_the_deadline()
+            with self._changed:
                 if self._deadline is not None and self._asked == number:
                     return
+
+    def _write_by_the_deadline(self) -> bool:
+        """Write; once closing, again and again until it is done or late."""
+        done = self._write()
+        while not done and self._deadline is not None and time.monotonic() < self._deadline:
+            time.sleep(0.2)
+            done = self._write()
+        return done
 
     def _hand_out(self, items: Sequence[T]) -> None:
         for outlet in self._outlets:

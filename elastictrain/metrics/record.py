@@ -43,9 +43,18 @@ if TYPE_CHECKING:
 
 Record = tuple[int, int, float, int, Mapping[str, float]]  # step, samples, time, epoch, values
 
+
+class Logged(tuple[int, int, float, int, Mapping[str, float]]):
+    """A record with its line of ``metrics/``, once there is one: JSON is made once, however often it is asked for."""
+
+    line: str | None = None
+
+
 FIELDS = ("step", "samples", "time", "generation", "epoch")
 FOLDER = "metrics"
 
+MOST_CARRIED = 1_000  # records that a snapshot takes with it: what it costs does not grow with what waits
+_EARLY = 250  # records, from which on a snapshot has them written rather than carry them again and again
 _PANELS_EVERY = 60.0  # seconds at least between two drawings of the panels; later a tenth of the run's age
 _PANELS_LAST = 600.0
 _PANELS_SHARE = 0.01  # of the time of one core that drawing them may take
@@ -115,7 +124,11 @@ class JsonLines:
         self._generation = generation
 
     def write(self, records: Sequence[Record | Panels]) -> None:
-        lines = [encode_line(record, self._generation) for record in records if isinstance(record, tuple)]
+        lines = [
+            getattr(record, "line", None) or encode_line(record, self._generation)
+            for record in records
+            if isinstance(record, tuple)
+        ]
         if lines:
             self._series.create("".join(lines).encode())
 
@@ -231,7 +244,7 @@ class Recorder(Courier["Record | Panels"]):
 
     def log(self, step: int, samples: int, values: Mapping[str, float], *, epoch: int) -> None:
         """Record ``values`` at ``step`` finished steps. ``values`` is kept, not copied: do not change it afterwards."""
-        self.put((step, samples, time.time(), epoch, values))
+        self.put(Logged((step, samples, time.time(), epoch, values)))
 
     def log_ranks(
         self, step: int, samples: int, means: npt.NDArray[np.float32], *, epoch: int, shape: MeshShape
@@ -264,7 +277,17 @@ class Recorder(Courier["Record | Panels"]):
     def _prepared(self, item: Record | Panels) -> Record | Panels:
         assert isinstance(item, tuple)
         self._last_step = item[0]
-        return (*item[:4], self._numbers(item[4]))
+        plain = Logged((*item[:4], self._numbers(item[4])))
+        plain.line = self._line(item)
+        return plain
+
+    def _line(self, record: Record) -> str:
+        line = getattr(record, "line", None)
+        if line is None:
+            line = encode_line((*record[:4], self._numbers(record[4])), self._generation)
+            if isinstance(record, Logged):
+                record.line = line
+        return line
 
     # ---- another start ---------------------------------------------------------------------------------------------
 
@@ -278,12 +301,17 @@ class Recorder(Courier["Record | Panels"]):
     def unwritten(self) -> list[str]:
         """What :meth:`log` got and no object holds yet, as lines of ``metrics/``; for the memory of another start.
 
-        Steps are whole: of the first one there is also what has been written.
+        Steps are whole: of the first one there is also what has been written. Of more than :data:`MOST_CARRIED` records,
+        which wait only while the store does not answer, there are the newest.
         """
+        if len(self._inbox) >= _EARLY:
+            self.flush()
         with self._changed:
-            waiting = [item for item in self.waiting() if isinstance(item, tuple)]
+            waiting = [item for item in self.waiting(MOST_CARRIED) if isinstance(item, tuple)]
             whole = [record for record in self._at_last_step if waiting and record[0] == waiting[0][0]]
-        return [encode_line((*r[:4], self._numbers(r[4])), 0) for r in [*whole, *waiting]]
+        if len(waiting) == MOST_CARRIED:  # the oldest step may be cut
+            waiting, whole = [record for record in waiting if record[0] != waiting[0][0]], []
+        return [self._line(record) for record in [*whole, *waiting]]
 
     def take_over(self, lines: Sequence[str]) -> None:
         """Record what an earlier start has logged and, for all it could tell, not written; before anything else."""
@@ -296,7 +324,7 @@ class Recorder(Courier["Record | Panels"]):
                 for name, value in line.items()
                 if name not in FIELDS
             }
-            self.put((line["step"], line["samples"], line["time"], line["epoch"], values))
+            self.put(Logged((line["step"], line["samples"], line["time"], line["epoch"], values)))
 
     # ---- in the background -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """How a run stands, from its ledger alone. Only what is known is there.
 
 A run that was killed leaves nothing that says so: without a sign of life for :data:`SILENT` seconds it is "silent". Nodes
-write at least every half minute while log steps come that often.
+write at least every half minute while log steps come that often; between them a long step, a validation, a compilation or
+the reading of a checkpoint are silent too.
 
 On failure: :func:`require_begun` refuses a directory without a run; nothing else here can fail.
 """
@@ -20,6 +21,7 @@ from elastictrain.rundir import RunDir
 SILENT = 120.0
 
 _OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted", "change": "changing"}
+_GO_ON = ("running", "changing")  # states that last only as long as somebody is heard
 
 
 def status(
@@ -43,16 +45,16 @@ def status(
     end = next(_of(here, "end"), None)
     seen = max(line.get("to", line.get("time", 0.0)) for line in here)
     account = goodput(lines) if account is None else account
+    is_heard = (time.time() if now is None else now) - seen < SILENT
+    state = "running" if end is None else _OUTCOMES.get(end["outcome"], end["outcome"])
     found: dict[str, Any] = {
-        "state": "running" if (time.time() if now is None else now) - seen < SILENT else "silent",
+        "state": state if is_heard or state not in _GO_ON else "silent",
         "seen": seen,
         "generation": start["generation"],
         "world_size": start["world_size"],
         "mesh": start.get("mesh", ""),
         "step": start["step"],
     }
-    if end is not None:
-        found["state"] = _OUTCOMES.get(end["outcome"], end["outcome"])
     times = [line for line in _of(here, "time") if "samples" in line]
     if times:
         newest = max(times, key=lambda line: (line["steps"][1], line["to"]))
@@ -66,6 +68,13 @@ def status(
     fields = ("time", "cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
     found["recoveries"] = [{name: line[name] for name in fields} for line in _of(lines, "recovery")]
     return found
+
+
+def silence(age: str) -> str:
+    """What "silent" may mean, in words."""
+    return (
+        f"nothing was heard for {age}; it may be in a long step, or was killed: then the same command goes on with it"
+    )
 
 
 def require_begun(run_dir: RunDir, lines: Sequence[Mapping[str, Any]]) -> None:

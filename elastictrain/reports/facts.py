@@ -176,7 +176,8 @@ def _checkpoints(lines: list[Line], there: set[str], run_dir: RunDir) -> list[Ch
 
 _MEANING = {
     "running": "running",
-    "silent": "silent: it was killed, or cannot reach its run directory; the same command goes on with it",
+    "silent": "silent: in a long step, killed, or without its run directory; if killed, the same command goes on with it",
+    "changing": "changing: nodes join or leave",
     "finished": "finished",
     "interrupted": "interrupted, with everything saved; the same command goes on with it",
     "preempted": "preempted, with everything saved; the same command goes on with it",

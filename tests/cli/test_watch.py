@@ -104,6 +104,23 @@ def test_it_ends_with_the_run(
     assert slept == [7.0] * 3
 
 
+def test_it_goes_on_while_nodes_come_and_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = running(tmp_path)
+    steps = [lambda: more(made, "change"), lambda: (made.run(["node-1-11", "node-2-12"], until=30), made.write())]
+    steps.append(lambda: more(made, "finished"))
+    monkeypatch.setattr(status_module.time, "sleep", lambda seconds: steps.pop(0)())
+    assert _main(["status", str(tmp_path), "--watch", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["state"], one["generation"]) for one in found] == [
+        ("running", 0),
+        ("changing", 0),
+        ("running", 1),
+        ("finished", 1),
+    ]
+
+
 def test_storage_that_does_not_answer_is_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

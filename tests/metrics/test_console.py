@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import io
 from typing import Any
 
@@ -18,6 +20,8 @@ from elastictrain.metrics.console import (
     format_count,
     format_seconds,
     format_value,
+    make_console,
+    print_line,
     startup_summary,
 )
 
@@ -153,6 +157,29 @@ def test_what_the_stream_cannot_encode_does_not_fail() -> None:
     startup_summary(named, console=Console(file=stream))
     stream.flush()
     assert raw.getvalue().startswith(b"elastictrain Gr??e\n")
+
+
+def test_a_full_disk_ends_nothing() -> None:
+    with open("/dev/full", "w") as stream:
+        console = make_console(stream)
+        startup_summary(STARTUP, console=console)
+        print_line("more", console=console)
+        assert console.quiet
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+def test_a_terminal_that_is_gone_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        def isatty(self) -> bool:
+            return True
+
+    console = make_console(Gone())
+    final_summary(FINAL, console=console)
+    assert console.quiet
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastictrain.metrics.record import Recorder, read_records
+from elastictrain.metrics import record as record_module
+from elastictrain.metrics.panels import Markdown, Panel
+from elastictrain.metrics.record import MOST_CARRIED, Recorder, encode_line, read_records
 from elastictrain.rundir import RunDir
 
 
@@ -325,6 +328,56 @@ def test_s3_gets_the_same_lines(s3_url: str) -> None:
     assert [(line["step"], line["generation"], line["a"]) for line in read_records(run_dir)] == [
         (step, int(step > 2), step / 2) for step in range(1, 6)
     ]
+
+
+def test_a_snapshot_does_not_pay_for_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store is down: each record becomes JSON once, and only so many are taken along."""
+    encoded: list[int] = []
+
+    def encode(record: Any, generation: int) -> str:
+        encoded.append(record[0])
+        return encode_line(record, generation)
+
+    def down(*_: Any) -> None:
+        raise OSError("down")
+
+    monkeypatch.setattr(record_module, "encode_line", encode)
+    monkeypatch.setattr(RunDir, "create", down)
+    recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0, tensorboard=False)
+    sizes = []
+    for step in range(1, 3001):
+        recorder.log(step, step, {"a": 1.0}, epoch=0)
+        recorder.log(step, step, {"b": 1.0}, epoch=0)
+        if step % 500 == 0:
+            found = recorder.unwritten()
+            sizes.append(len(found))
+            steps = [json.loads(line)["step"] for line in found]
+            assert steps[-1] == step and all(steps.count(one) == 2 for one in {steps[0], steps[-1]}), "steps are whole"
+    assert max(sizes) <= MOST_CARRIED and sizes[-1] > MOST_CARRIED // 2
+    recorder.flush(wait=30.0)
+    most = max(Counter(encoded).values())
+    assert set(encoded) == set(range(1, 3001)) and most <= 4, "two records of a step, and two threads may meet in one"
+    recorder.close(timeout=0.1)
+
+
+def test_drawing_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was logged is written before panels are drawn, and a flush and the end wait for no more than that."""
+    may_end = threading.Event()
+
+    def panels() -> dict[str, Panel]:
+        assert may_end.wait(60.0)
+        return {"run/events": Markdown("x")}
+
+    recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0, panels=panels)
+    recorder.log(1, 1, {"a": 1.0}, epoch=0)
+    assert recorder.flush(wait=30.0) and not may_end.is_set()
+    assert [line["step"] for line in read_records(RunDir(tmp_path))] == [1]
+    last = Recorder(RunDir(tmp_path), generation=1, start_step=1, panels=panels)
+    last.log(2, 2, {"a": 1.0}, epoch=0)
+    last.close(timeout=1.0, draws=True)
+    assert "were not written" not in caplog.text
+    may_end.set()
+    recorder.close()
 
 
 def test_what_was_logged_and_not_written_goes_on_in_another_start(tmp_path: Path) -> None:
