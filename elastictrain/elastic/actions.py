@@ -73,6 +73,11 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Dismissed:
+    """Somebody who may has asked for this node to go; it has asked the leader to be let go."""
+
+
+@dataclass(frozen=True)
 class Left:
     """The run does without this node now."""
 
@@ -84,4 +89,4 @@ class Closed:
     reason: str
 
 
-Action = Read | Create | Trim | Connect | Send | Close | Formed | Promise | Release | Left | Closed
+Action = Read | Create | Trim | Connect | Send | Close | Formed | Promise | Release | Dismissed | Left | Closed

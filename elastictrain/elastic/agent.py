@@ -13,6 +13,7 @@ stop. One *generation* is one membership of the run. What ends a generation:
   agreed step boundary (:mod:`elastictrain.elastic.agreement`). Where nodes are left that go on, they hand their state over
   and the next generation begins without this node; where none are, or too few, they save a checkpoint. A second SIGINT
   kills this node's workers at once;
+* somebody asks for this node to go (:mod:`elastictrain.elastic.control`): the same as a signal;
 * a node joins: the same, and nobody leaves.
 
 The agent prints one plain line per event and never a traceback: :class:`Outcome` carries the one error worth showing.
@@ -51,7 +52,7 @@ from elastictrain.elastic.membership import EXIT_INTERRUPTED
 from elastictrain.elastic.notices import Interrupted, Notices
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import place_environment, worker_environment
-from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous, trouble_of
+from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, LocalRendezvous, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget
 from elastictrain.elastic.stalls import Lingering, Stalls
@@ -150,6 +151,9 @@ class Agent(PlacedAgent):
         except Interrupted:
             code = self._notices.exit_code
             return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
+        except LeftError as error:
+            code = EXIT_PREEMPTED
+            return Outcome(code, self._furthest, StopReason.PREEMPT, message=str(error))
         except RendezvousClosedError as error:
             code = EXIT_FINISHED if self._handler.closed == FINISHED else EXIT_FAILED
             return Outcome(code, self._furthest, message=trouble_of(error))
@@ -273,6 +277,8 @@ class Agent(PlacedAgent):
         message = ""
         if agreed is not None and agreed.members and not agreed.is_paused:
             message = f"this node has left at step {self._furthest}; {len(agreed.members)} others go on"
+        elif self._handler.is_dismissed:
+            message = f"asked to stop: this node has stopped at step {self._furthest}"
         raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason or self._agreement.reason, message=message))
 
     def _stop_workers(self, worker_group: Group) -> None:

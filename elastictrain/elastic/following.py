@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastictrain.elastic.actions import Action, Closed, Formed, Left, Promise, Release, Send
+from elastictrain.elastic.actions import Action, Closed, Dismissed, Formed, Left, Promise, Release, Send
 from elastictrain.elastic.chain import ChainError, Generation, Member, Message, changed, generation_from_json
 from elastictrain.elastic.timing import Timing
 
@@ -123,6 +123,10 @@ class Following:
             self._release()
         elif kind == "ping" and message.get("answer"):
             self.beat(now)
+        elif kind == "leave":
+            if not self.is_leaving:
+                self._out.append(Dismissed())
+                self.leave()  # and again to each leader that comes
         elif kind == "bye":
             self.is_over = True
             self._out.append(Left())

@@ -20,7 +20,6 @@ import os
 import socket
 import threading
 import time
-import urllib.parse
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,8 +42,8 @@ from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.chain import Generation, Member
 from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
 from elastictrain.elastic.node import Log, RunNode, listen
-from elastictrain.elastic.rendezvous import GenerationHandler, free_port
-from elastictrain.elastic.runlog import FOLDER, FixedLog, RunLog
+from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, free_port
+from elastictrain.elastic.runlog import FixedLog, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
@@ -111,7 +110,7 @@ class RunRendezvous(GenerationHandler):
         self._host = self.address = host
         run_log, key, leader = self._log_at(endpoint, fixed, token_dir)
         server = listen(host) if server is None else server
-        name = f"{socket.gethostname()}-{uuid.uuid4().hex[:12]}"
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # control.labels_of reads it
         me = Member(name, host, server.getsockname()[1], self._store_server.port, num_workers)
         if run_log is None:
             run_log = FixedLog(me if leads else leader, is_mine=leads)
@@ -139,8 +138,7 @@ class RunRendezvous(GenerationHandler):
         if run_dir.is_memory:
             raise UsageError(f"--rdzv-endpoint {endpoint}: other processes do not see it")
         key = key_in(run_dir)
-        folder = FOLDER if self._run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(self._run_id, safe='')}"
-        run_log = RunLog(run_dir, key, folder=folder)
+        run_log = RunLog(run_dir, key, folder=folder_of(self._run_id))
         run_log.probe()
         return run_log, key, Member("")
 
@@ -212,6 +210,10 @@ class RunRendezvous(GenerationHandler):
     def closed(self) -> str:
         return self._node.closed
 
+    @property
+    def is_dismissed(self) -> bool:
+        return self._node.is_dismissed
+
     def is_in(self, generation: Generation) -> bool:
         return generation.rank_of(self._node.me.node) is not None
 
@@ -280,7 +282,8 @@ class RunRendezvous(GenerationHandler):
     def _wait_for_generation(self, after: int, deadline: float) -> Generation:
         def is_there() -> bool:
             generation = self._node.generation
-            return generation.number > after and self.is_in(generation) and not generation.is_paused
+            is_in = generation.number > after and self.is_in(generation) and not generation.is_paused
+            return is_in or self._node.has_left
 
         self.check()
         is_met = self._node.wait(is_there, seconds=min(PATIENCE, max(0.0, deadline - time.monotonic())))
@@ -295,13 +298,15 @@ class RunRendezvous(GenerationHandler):
             raise RendezvousConnectionError(str(self._node.error)) from self._node.error
         if self._node.closed:
             raise RendezvousClosedError(self._node.closed)
+        if self._node.has_left:
+            raise LeftError("this node was asked to leave; it waited for others, and no worker was running")
         if not is_met:
             raise RendezvousTimeoutError(f"no generation with this node within {self._join_seconds:g} s")
         return self._node.generation
 
     @property
     def _is_over(self) -> bool:
-        return self._node.error is not None or bool(self._node.closed)
+        return self._node.error is not None or bool(self._node.closed) or self._node.has_left
 
     @property
     def _may_wait_on(self) -> bool:

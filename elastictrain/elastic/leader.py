@@ -105,6 +105,7 @@ class Leader:
         self._promised = 0
         self._ahead = timing.lead
         self._renew = False
+        self.is_stopping = False
         self._closing = ""
         self._probe_since: float | None = None
         self._is_probing = False
@@ -132,6 +133,7 @@ class Leader:
         if before is not None:
             self.nodes[member.node].is_leaving = before.is_leaving
             self._promised -= self.preparing is not None and before.promised == self.preparing
+        self.nodes[member.node].is_leaving |= self.is_stopping
         self._gone.discard(member.node)
         self._joins(now)
 
@@ -150,6 +152,12 @@ class Leader:
         if known is not None and not known.is_leaving:
             known.is_leaving = True
             self._joins(now)
+
+    def stop(self, *, now: float) -> None:
+        """All nodes shall go, also those that come while some are still there."""
+        self.is_stopping = True
+        for node in self.nodes:
+            self.leave(node, now=now)
 
     def lost(self, node: str, *, now: float) -> None:
         if self.nodes.pop(node, None) is not None:

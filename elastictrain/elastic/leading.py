@@ -14,6 +14,7 @@ from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.timing import Timing
 
 TRIM_EVERY = 32  # entries
+LEAVE: Message = {"is": "leave"}  # to a node that shall go
 
 
 class Leading:
@@ -60,6 +61,8 @@ class Leading:
         kind, node = message.get("is"), self._nodes.get(link)
         if kind == "hello":
             self._hello(link, message, now)
+        elif kind == "control":
+            self._control(link, message, now)
         elif node is None:
             raise ChainError(f"{kind!r} before hello")
         elif kind == "beat":
@@ -103,6 +106,28 @@ class Leading:
         self._out.append(Send((link,), welcome))
         if self.leader.preparing is not None:
             self._out.append(Send((link,), self._prepare(self.leader.preparing)))
+        if self.leader.is_stopping:
+            self._out.append(Send((link,), LEAVE))
+
+    def _control(self, link: int, message: Message, now: float) -> None:
+        """From somebody with the run's token who is no node; asking twice is asking once.
+
+        The nodes that are to go are told so: they remember it, whoever leads then.
+        """
+        wish = message["do"]
+        if wish == "stop":
+            self.leader.stop(now=now)
+            self._out.append(Send(self.links, LEAVE))
+        elif wish == "drain":
+            known = self.leader.nodes.get(str(message["node"]))
+            if known is not None:
+                self.leader.leave(known.member.node, now=now)
+                self._out.append(Send((known.link,), LEAVE))
+        elif wish != "look":
+            raise ChainError(f"{wish!r} is nothing that can be asked for")
+        nodes = [node.member.to_json() for node in self.leader.nodes.values()]
+        answer = {"is": "controlled", "nodes": nodes, "generation": self.leader.generation.to_json()}
+        self._out.append(Send((link,), {**answer, "min": self.timing.min_nodes}))
 
     # ---- what is decided ---------------------------------------------------------------------------------------------
 

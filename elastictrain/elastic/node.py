@@ -56,6 +56,8 @@ class RunNode:
         asked: what the leader wants the workers of that one to promise; None: nothing, or no more.
         closed: why the run is over for all; empty: it is not.
         error: what has ended this node.
+        is_dismissed: somebody has asked for this node to go.
+        has_left: the run does without it now.
         num_refused: connections that did not have the token.
     """
 
@@ -77,7 +79,7 @@ class RunNode:
         self.asked: actions.Promise | None = None
         self.closed = ""
         self.error: BaseException | None = None
-        self.has_left = False
+        self.is_dismissed = self.has_left = False
         self.num_refused = 0
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
@@ -247,6 +249,8 @@ class RunNode:
                     self._on_asked(action)
             case actions.Release():
                 self._notify(asked=None)
+            case actions.Dismissed():
+                self._notify(is_dismissed=True)
             case actions.Left():
                 self._notify(has_left=True)
             case actions.Closed(reason):

@@ -30,6 +30,10 @@ from elastictrain.elastic.chain import Generation, Member
 LOOPBACK = "127.0.0.1"
 
 
+class LeftError(RendezvousClosedError):
+    """This node was asked to go while it waited for others, and the run does without it now."""
+
+
 class GenerationHandler(RendezvousHandler):
     """A handler that also knows the number of the generation it has just formed, and how this one shall end.
 
@@ -46,6 +50,7 @@ class GenerationHandler(RendezvousHandler):
         is_superseded: a newer generation begins at once, whatever step workers are in.
         has_news: there is a newer generation, whenever it begins.
         closed: why the run is over for all nodes; empty: it is not.
+        is_dismissed: somebody has asked for this node to go (:mod:`elastictrain.elastic.control`).
     """
 
     generation: int = -1
@@ -83,6 +88,10 @@ class GenerationHandler(RendezvousHandler):
     @property
     def closed(self) -> str:
         return ""
+
+    @property
+    def is_dismissed(self) -> bool:
+        return False
 
     def reached(self, step: int) -> None:
         """So many steps are finished by the furthest of this node's workers; -1: none yet."""

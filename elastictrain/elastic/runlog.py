@@ -22,6 +22,7 @@ import posixpath
 import re
 import secrets
 import time
+import urllib.parse
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -160,6 +161,11 @@ class RunLog:
     def _mac(self, said: Any) -> str:
         text = json.dumps(said, sort_keys=True, separators=(",", ":"))
         return hmac.digest(self._key, text.encode(), hashlib.sha256).hex()
+
+
+def folder_of(run_id: str) -> str:
+    """Where the log of a run lies in its directory; ``run_id``: its ``--rdzv-id``."""
+    return FOLDER if run_id in ("", "none") else f"{FOLDER}-{urllib.parse.quote(run_id, safe='')}"
 
 
 class FixedLog:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastictrain.elastic import leader as deciding
-from elastictrain.elastic.actions import Create
+from elastictrain.elastic.actions import Close, Create, Send
 from elastictrain.elastic.chain import Entry
 from elastictrain.elastic.election import Election
 from elastictrain.elastic.leader import Decision, Leader
@@ -214,6 +214,47 @@ def test_the_last_ones_may_all_leave() -> None:
         node.is_leaving = True
         world.tell(node, node.peer.on_leave)
     world.until(lambda: all(node.has_left for node in world.nodes.values()), seconds=8.0)
+
+
+def test_a_node_that_is_asked_to_go_goes_also_where_the_leader_dies_then() -> None:
+    world = formed(4)
+    going = others(world)[0]
+    for _ in range(2):  # asking twice is asking once
+        world.control(world.leader, {"do": "drain", "node": going.name})
+    world.until(lambda: going.is_leaving)
+    world.crash(world.leader)
+    world.until(lambda: going.has_left and world.agree(), seconds=3.0)
+    world.pass_time(2.0)
+    assert len(members(world)) == 2 and going.name not in members(world)
+
+
+def test_a_run_that_is_asked_to_stop_stops_at_one_step_with_those_that_come_meanwhile() -> None:
+    world = formed(4, max_nodes=4)
+    world.spawn()
+    world.pass_time(1.0)
+    number, trained = world.log[-1].generation.number, members(world)
+    for node in world.nodes.values():
+        node.pace = 0.5
+    world.control(world.leader, {"do": "stop"})
+    world.spawn()
+    world.until(lambda: all(node.has_left for node in world.nodes.values()), seconds=20.0)
+    last = world.log[-1].generation
+    assert (last.number, last.members) == (number + 1, ()) and last.boundary > 0
+    assert max(world.nodes[name].peer.step for name in trained) <= last.boundary
+
+
+def test_only_a_leader_is_asked_and_only_for_what_there_is() -> None:
+    world = formed(3)
+    before, answered = world.log[-1], world.leader.peer.on_message(99, {"is": "control", "do": "look"}, world.now)
+    (answer,) = [action for action in answered if isinstance(action, Send)]
+    assert {node[0] for node in answer.message["nodes"]} == set(members(world))
+    for wish in ({"do": "destroy"}, {}, {"do": "drain"}):
+        assert Close((99,)) in world.leader.peer.on_message(99, {"is": "control", **wish}, world.now)
+    (refusal,) = others(world)[0].peer.on_message(99, {"is": "control", "do": "stop"}, world.now)
+    assert refusal == Send((99,), {"is": "not-leader"})
+    world.control(world.leader, {"do": "drain", "node": "nobody"})
+    world.pass_time(2.0)
+    assert world.log[-1] == before
 
 
 def test_failed_workers_get_another_generation_with_the_same_members() -> None:

@@ -83,6 +83,13 @@ def misbehave(what: str, mine: AgentMembership) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save(checkpoint: Path, step: int) -> None:
+    """Whole or not at all: workers are killed at any moment."""
+    new = checkpoint.with_name("checkpoint-new")
+    new.write_text(str(step))
+    new.replace(checkpoint)
+
+
 def train(mine: AgentMembership) -> None:
     job: dict[str, Any] = mine.assignment.job
     log = Path(job["log"])
@@ -102,12 +109,12 @@ def train(mine: AgentMembership) -> None:
             misbehave(what, mine)
         ring.step()
         if mine.rank == 0 and step % 10 == 0:
-            checkpoint.write_text(str(step))
+            save(checkpoint, step)
         with open(log / "steps", "a") as file:
             file.write(f"{mine.generation} {mine.rank} {step}\n")
         if mine.boundary(step) is not None:
             if mine.rank == 0:
-                checkpoint.write_text(str(step))
+                save(checkpoint, step)
             break
     mine.close()
 

@@ -18,6 +18,7 @@ from elastictrain.elastic.actions import (
     Close,
     Connect,
     Create,
+    Dismissed,
     Formed,
     Left,
     Promise,
@@ -283,6 +284,8 @@ class World:
                 node.asked = action
             case Release():
                 node.asked = node.limit = None
+            case Dismissed():
+                node.is_leaving = True
             case Left():
                 node.has_left = True
                 self.at(self.now + 0.05, self.crash, node)
@@ -365,7 +368,7 @@ class World:
         leaders = [node for node in living if node.peer.leading is not None]
         kind = self.chance.choice(
             ["crash", "crash", "dark", "freeze", "freeze", "part", "cut", "heal", "leave", "spawn", "spawn", "fail",
-             "restart", "storage", "storage", "suspect"]
+             "drain", "restart", "storage", "storage", "suspect"]
         )  # fmt: skip
         among = leaders if leaders and self.chance.random() < 0.5 else living
         if not among:
@@ -388,6 +391,8 @@ class World:
         elif kind == "leave" and can_lose:
             node.is_leaving = True
             self.tell(node, node.peer.on_leave)
+        elif kind == "drain" and can_lose and leaders:
+            self.control(self.chance.choice(leaders), {"do": "drain", "node": node.name})
         elif kind == "spawn" and len(living) < 8:
             self.spawn()
         elif kind == "fail":
@@ -396,6 +401,12 @@ class World:
             self.tell(node, node.peer.on_suspect)
         elif kind == "storage":
             self.storage.mood = self.chance.choice(["fast", "slow", "lossy", "down"])
+
+    def control(self, leader: Node, wish: dict[str, Any]) -> None:
+        """Somebody with the token asks for something, over a connection of their own."""
+        leader.num_accepted += 1
+        message = {"is": "control", "epoch": leader.peer.entry.epoch, **wish}
+        self.tell(leader, leader.peer.on_message, leader.num_accepted, message)
 
     def crash(self, node: Node) -> None:
         if not node.is_alive:
