@@ -21,6 +21,7 @@ from elastictrain.channel import HELLO_BYTES, MAGIC, Channel, ChannelError, Refu
 from elastictrain.elastic import links as links_module
 from elastictrain.elastic import node as node_module
 from elastictrain.elastic.chain import Member
+from elastictrain.elastic.control import Control
 from elastictrain.elastic.node import RunNode, listen
 from elastictrain.elastic.runlog import FixedLog, RunLog, RunLogError
 from elastictrain.elastic.timing import Timing
@@ -77,6 +78,29 @@ def test_a_closed_run_is_closed_for_all_and_the_next_start_opens_it(nodes: list[
         assert again.wait(lambda: len(again.generation.members) == 1, seconds=60) and not again.closed
     finally:
         again.stop()
+
+
+def test_a_leader_that_dies_before_it_has_told_anybody_is_followed_by_one_that_is_asked(
+    nodes: list[RunNode], tmp_path: Path
+) -> None:
+    control = Control(RunLog(RunDir(str(tmp_path)), key_of(TOKEN)), key_of(TOKEN))
+    before, leader = control.look(), leader_of(nodes)
+    assert {one.node for one in before.nodes} == {"n0", "n1", "n2"}
+    control._taken_by = leader.me  # it has said that it will, and then
+    leader.stop()
+
+    def go_when_let_go(node: RunNode) -> None:
+        node.wait(lambda: node.has_left, seconds=60)
+        node.stop()
+
+    rest = [node for node in nodes if node is not leader]
+    agents = [threading.Thread(target=go_when_let_go, args=(node,)) for node in rest]
+    for agent in agents:
+        agent.start()
+    there, _ = control.wait_until_stopped(before, seconds=60)
+    for agent in agents:
+        agent.join()
+    assert not there and all(node.is_dismissed and node.has_left for node in rest)
 
 
 def test_a_fixed_endpoint_leads_needs_no_log_and_may_come_back() -> None:
