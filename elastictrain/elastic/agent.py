@@ -31,17 +31,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from elastictrain.compat.torch_agent import PlacedAgent
-from elastictrain.elastic.agent_config import AgentConfig, Outcome
+from elastictrain.elastic.agent_config import FROM_NEWEST, LEFT_SUDDENLY, LOST, NODES_CHANGED, AgentConfig, Outcome
 from elastictrain.elastic.agreement import Agreement
-from elastictrain.elastic.causes import find_cause, is_anothers
+from elastictrain.elastic.causes import find_cause, is_anothers, told
 from elastictrain.elastic.cells import LOST as LOST_OTHERS
 from elastictrain.elastic.cells import READY, Cells, Phase, StopReason
 from elastictrain.elastic.chain import Generation
@@ -54,17 +50,14 @@ from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.processes import place_environment, worker_environment
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, LocalRendezvous, trouble_of
 from elastictrain.elastic.report import Report
-from elastictrain.elastic.restarts import Failure, RestartBudget
+from elastictrain.elastic.restarts import Failure, RestartBudget, Unexplained
 from elastictrain.elastic.stalls import Lingering, Stalls
 from elastictrain.errors import EXIT_CHANGED, EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, IN_ORDER
 from elastictrain.metrics.published import Published
 
 FINISHED = "finished"  # why a run is closed
-LEFT_SUDDENLY = "this node has left while another one was lost; those that are left go on from their newest snapshot"
+LEAVE_SECONDS = 30.0  # for workers of a node that has left: loggers may still be writing
 NEVER_USED_UP = 1_000_000_000  # restarts as torch counts them; ours are counted by RestartBudget
-NODES_CHANGED = "nodes came or went"
-LOST = "what is newer than the newest checkpoint or snapshot is lost"
-ALL_LOST = "what is newer than the newest checkpoint is lost"  # the run is over, and its keepers with it
 
 
 Group = Any  # torch's WorkerGroup, whose fields are declared None
@@ -130,6 +123,9 @@ class Agent(PlacedAgent):
         self._reason: StopReason | None = None
         self._deadline: float | None = None
         self._lost_since: float | None = None  # workers say that they have lost others
+        self._lingering, self._stalls = Lingering("", config.exit_within), Stalls(config.stall_seconds)
+        self._unexplained: Unexplained | None = None
+        self._is_kept = False  # what was trained is on storage, or with another node
         rendezvous.check = self._notices.check  # type: ignore[method-assign]
         rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
         self._failure = ""
@@ -139,30 +135,28 @@ class Agent(PlacedAgent):
         """Run to the end: finished, failed, or stopped."""
         self._private = PrivateDir()
         before = self._notices.install()
-        code = EXIT_FAILED
         try:
             is_local = isinstance(self._handler, LocalRendezvous)
             self._crew.prepare(0 if is_local else self._config.local_world_size, folder=self._private.path)
             self.run()
             raise AssertionError("torch's loop ends by _End alone")
         except _End as end:
-            code = end.outcome.code
             return end.outcome
         except Interrupted:
-            code = self._notices.exit_code
-            return Outcome(code, self._furthest, message="stopped while waiting for other nodes; no worker was running")
+            line = "stopped while waiting for other nodes; no worker was running"
+            return Outcome(self._notices.exit_code, self._furthest, message=line)
         except LeftError as error:
-            code = EXIT_PREEMPTED
-            return Outcome(code, self._furthest, StopReason.PREEMPT, message=str(error))
+            return Outcome(EXIT_PREEMPTED, self._furthest, StopReason.PREEMPT, message=str(error))
         except RendezvousClosedError as error:
-            code = EXIT_FINISHED if self._handler.closed == FINISHED else EXIT_FAILED
+            self._is_kept = self._handler.closed == FINISHED
+            code = EXIT_FINISHED if self._is_kept else EXIT_FAILED
             return Outcome(code, self._furthest, message=trouble_of(error))
         except (RendezvousError, RuntimeError, OSError) as error:
             return Outcome(EXIT_FAILED, self._furthest, message=trouble_of(error))
         finally:
             self._end_generation()
             self._crew.stop(seconds=self._config.kill_after)
-            self._keepers.end(is_over=code != EXIT_FAILED)
+            self._keepers.end(is_over=self._is_kept)
             try:
                 self._handler.shutdown()
             except Exception:  # noqa: S110 - the store may have gone with its host; nothing depends on it any more
@@ -178,6 +172,7 @@ class Agent(PlacedAgent):
 
     def _start_workers(self, worker_group: Group) -> dict[int, Any]:
         assert self._private is not None
+        self._explain()
         generation, count = self._handler.generation, self._config.local_world_size
         folder = os.path.join(self._private.path, f"generation-{generation}")
         self._reports = os.path.join(folder, "reports")
@@ -206,18 +201,10 @@ class Agent(PlacedAgent):
         self._history["nodes"] = worker_group.group_world_size
         self._lingering = Lingering(self._reports, self._config.exit_within)
         self._stalls = Stalls(self._config.stall_seconds)
-        places = []
-        for worker in worker_group.workers:
-            environment = place_environment(
-                rank=worker.global_rank,
-                world_size=worker.world_size,
-                local_rank=worker.local_rank,
-                node_rank=worker_group.group_rank,
-                master_addr=worker_group.master_addr,
-                master_port=worker_group.master_port,
-                generation=generation,
-            )
-            places.append((worker.global_rank, Place(generation, assignment, environment)))
+        places = [
+            (worker.global_rank, Place(generation, assignment, place_environment(worker_group, worker, generation)))
+            for worker in worker_group.workers
+        ]
         self._generation = generation
         return {local_rank: worker.pid for local_rank, worker in enumerate(self._crew.begin(places))}
 
@@ -250,7 +237,7 @@ class Agent(PlacedAgent):
             handler.workers_failed()
             return RunResult(WorkerState.UNHEALTHY)
         if (stall := self._stalls.look(cells, self._crew.workers)) is not None:
-            self._failed(stall, Failure(max(cells.steps())), cells)
+            self._failed(stall, Failure(reached), reached)
             handler.workers_failed()
             return RunResult(WorkerState.UNHEALTHY)
         if self._deadline is not None and time.monotonic() > self._deadline:
@@ -261,7 +248,7 @@ class Agent(PlacedAgent):
 
     def _go_on(self) -> RunResult:
         """There is a newer generation, and this one has nothing more to do."""
-        if self._reason is not None and self._handler.is_out:
+        if self._reason is not None and (self._handler.is_out or self._unexplained is not None):
             raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=LEFT_SUDDENLY))
         return RunResult(WorkerState.UNHEALTHY)
 
@@ -271,6 +258,7 @@ class Agent(PlacedAgent):
         agreed = self._handler.agreed
         if all(code == EXIT_FINISHED for code in codes):
             self._handler.end(FINISHED)
+            self._is_kept = True
             raise _End(Outcome(EXIT_FINISHED, self._furthest))
         if agreed is not None and self._handler.is_in(agreed):
             return RunResult(WorkerState.UNHEALTHY)
@@ -279,6 +267,9 @@ class Agent(PlacedAgent):
             message = f"this node has left at step {self._furthest}; {len(agreed.members)} others go on"
         elif self._handler.is_dismissed:
             message = f"asked to stop: this node has stopped at step {self._furthest}"
+        self._is_kept = agreed is not None
+        left = LEAVE_SECONDS if self._deadline is None else self._deadline - time.monotonic()
+        self._end_generation(seconds=max(self._config.kill_after, min(left, LEAVE_SECONDS)))
         raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason or self._agreement.reason, message=message))
 
     def _stop_workers(self, worker_group: Group) -> None:
@@ -299,10 +290,7 @@ class Agent(PlacedAgent):
         num_living, ended = self._crew.end(self._generation, self._cells, seconds=seconds, keeps=keeps)
         self._history |= {"ended": noticed if ended is None else min(noticed, ended), "reached": reached}
         if keeps and self._failure:
-            self._say(
-                f"{self._failure}: restarting {self._them(num_living)} from the newest checkpoint or snapshot"
-                f" (restart {self._budget.used} of {self._config.max_restarts})"
-            )
+            self._say(f"{self._failure}: restarting {self._config.all_but(num_living)} {FROM_NEWEST} ({self._budget})")
         if self._published is not None:
             self._published.end()
         self._cells.close()
@@ -333,36 +321,39 @@ class Agent(PlacedAgent):
         if found is None:
             return False
         cause, pid = found
-        where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
-        raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
+        if cause.kind == "replace":
+            self._say(f"{cause.message}: workers that have none begin anew")
+            return False
         if cause.kind == "usage":
             self._handler.end(cause.line)
             raise _End(Outcome(EXIT_USAGE, self._furthest, report=cause))
-        signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
-        failure = Failure(cause.step, signature, cause.retry)
-        shown = cause if cause.kind != "died" else None
-        self._failed(f"worker rank {cause.rank} (pid {pid}) {raised}{where}", failure, cells, shown=shown)
+        line, failure = told(cause, pid)
+        shown, reached = cause if cause.kind != "died" else None, max(cells.steps())
+        if cause.lost_peer and not self._handler.is_alone:
+            self._say(f"{line}: other nodes are gone, or cannot be reached; meeting those that are left")
+            self._unexplained = Unexplained(line, failure, reached, shown, self._handler.members)
+            return False
+        self._failed(line, failure, reached, shown=shown)
         return True
 
-    def _failed(self, line: str, failure: Failure, cells: Cells, *, shown: Report | None = None) -> None:
+    def _explain(self) -> None:
+        """Workers had lost others, and nodes have met since: that costs budget where the nodes are the same as before."""
+        lost, self._unexplained = self._unexplained, None
+        if lost is None or {one.node for one in lost.members} != {one.node for one in self._handler.members}:
+            return
+        self._failed(lost.line, lost.failure, lost.reached, shown=lost.shown)
+        self._say(f"{lost.line}: restarted {FROM_NEWEST} ({self._budget})")
+
+    def _failed(self, line: str, failure: Failure, reached: int, *, shown: Report | None = None) -> None:
         """Account for it. Raises to end the run."""
         self._failure = line
         if self._reason is not None:
             line = f"{line} while stopping: {LOST}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, shown, line))
-        if not self._budget.may_restart(failure, reached=max(cells.steps())):
-            if self._budget.repeated:
-                line = f"{line}, as before its restart"
-            elif self._budget.used >= self._config.max_restarts > 0 and failure.retry:
-                line = f"{line}; {self._budget.used} restarts made no progress"
+        if not self._budget.may_restart(failure, reached=reached):
+            line += self._budget.refusal
             self._handler.end(line)
             raise _End(Outcome(EXIT_FAILED, self._furthest, report=shown, message=line))
-
-    def _them(self, num_living: int) -> str:
-        count = self._config.local_world_size
-        if not num_living:
-            return f"all {count} workers" if count > 1 else "the worker"
-        return f"{count - num_living} of {count} workers (the others live on)"
 
     # ---- stopping --------------------------------------------------------------------------------------------------
 
@@ -370,14 +361,14 @@ class Agent(PlacedAgent):
         handler = self._handler
         if self._notices.wants_end:
             self._end_generation(seconds=0)
-            raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {ALL_LOST}"))
+            raise _End(Outcome(EXIT_INTERRUPTED, self._furthest, message=f"killed at once: {LOST}"))
         own = self._notices.reason or cells.asked()
         if own is not None and self._reason is None:
             self._reason = own
             if handler.is_alone and Phase.STARTING in cells.phases() and Phase.RUNNING not in cells.phases():
                 self._end_generation()
-                nothing = "stopped before training went on: nothing is lost"
-                raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=nothing))
+                line = "stopped before training went on" + ("" if self._generation else ": nothing is lost")
+                raise _End(Outcome(EXIT_PREEMPTED, self._furthest, self._reason, message=line))
             handler.notice()
         had_agreed = agreement.reason is not None
         agreement.tick()

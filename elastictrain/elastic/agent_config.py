@@ -9,6 +9,11 @@ from typing import Any
 from elastictrain.elastic.cells import StopReason
 from elastictrain.elastic.report import Report
 
+FROM_NEWEST = "from the newest checkpoint or snapshot"
+LEFT_SUDDENLY = "this node has left while another one was lost; those that are left go on from their newest snapshot"
+LOST = "what is newer than the newest checkpoint or snapshot is lost"
+NODES_CHANGED = "nodes came or went"
+
 
 @dataclass(frozen=True)
 class AgentConfig:
@@ -44,6 +49,13 @@ class AgentConfig:
     node: str | None = None
     job: dict[str, Any] = field(default_factory=dict)
     started: float | None = None
+
+    def all_but(self, num_living: int) -> str:
+        """Those workers that are restarted, in words."""
+        count = self.local_world_size
+        if not num_living:
+            return f"all {count} workers" if count > 1 else "the worker"
+        return f"{count - num_living} of {count} workers (the others live on)"
 
 
 @dataclass(frozen=True)

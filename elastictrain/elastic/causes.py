@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from elastictrain.elastic.cells import LOST, Cells
 from elastictrain.elastic.processes import WorkerProcess
 from elastictrain.elastic.report import Report, root_cause
+from elastictrain.elastic.restarts import Failure
 from elastictrain.errors import IN_ORDER
 
 TICK = 0.01
@@ -42,6 +43,14 @@ def find_cause(
         if give_up():
             return None
         time.sleep(TICK)
+
+
+def told(cause: Report, pid: int) -> tuple[str, Failure]:
+    """A worker's failure, in words, and as it is held against the run."""
+    where = f" at step {cause.step}" if cause.step >= 0 else " before its first step"
+    raised = f"raised {cause.line}" if cause.kind == "exception" else cause.message
+    signature = (cause.error, cause.message) if cause.kind == "exception" and not cause.lost_peer else None
+    return f"worker rank {cause.rank} (pid {pid}) {raised}{where}", Failure(cause.step, signature, cause.retry)
 
 
 def is_anothers(workers: Sequence[WorkerProcess], cells: Cells, reports: str) -> bool:

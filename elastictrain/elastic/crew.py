@@ -5,7 +5,8 @@ it; all others are stopped. A place that has lost its worker is given to a *spar
 or to a new process.
 
 On failure: a worker that should go on and has not let go of its generation in time is killed, and replaced like one that has
-died. Spares that end while they start are replaced a few times, and then done without, which is said once.
+died. Spares that end while they start, or cannot be started, are replaced a few times, and then done without, which is said
+once.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Crew:
     def prepare(self, count: int, *, folder: str) -> None:
         """Start so many before they have a place: nodes may take a while to meet, and a node joins when it is warm."""
         self._folder = folder
-        self._spares += [self._new({}) for _ in range(count)]
+        for _ in range(count):
+            self._add_spare()
 
     def is_warm(self) -> bool:
         """Have all spares imported everything? One that has ended will not."""
@@ -81,13 +83,12 @@ class Crew:
             self._trains_since = now
         for spare in [one for one in self._spares if one.poll() is not None]:
             self._spares.remove(spare)
-            self._num_deaths += 1
+            self._count_death(spare.end)
             if self._num_deaths == SPARE_DEATHS:
-                self._say(f"no spare worker will be kept: {SPARE_DEATHS} have ended (the last {spare.end})")
                 return
         is_time = self._trains_since is not None and now - self._trains_since > SPARE_AFTER
         if is_time and len(self._spares) < self._num_spares:
-            self._spares.append(self._new({}))
+            self._add_spare()
 
     def over(self, generation: int, cells: Cells) -> None:
         """Tell those that can go on, at once."""
@@ -113,6 +114,8 @@ class Crew:
                 view[ABORT] = 1
         stop_all(others, seconds=seconds)
         self._living = {i: self.workers[i] for i in self._let_go(living, cells)}
+        for i in self._living:
+            cells.views[i][ABORT] = 1  # until it has another place, SIGTERM means "unwind now" to it, too
         ends = [worker.ended_at for worker in self.workers if worker.ended_at is not None]
         self.workers = []
         return len(self._living), min(ends, default=None)
@@ -138,6 +141,17 @@ class Crew:
     def _new(self, place: Mapping[str, str]) -> WorkerProcess:
         """``place``: what is known of it already, for whoever looks at the process from outside."""
         return WorkerProcess(self._command, env={**self._environment(), **place}, folder=self._folder)
+
+    def _add_spare(self) -> None:
+        try:
+            self._spares.append(self._new({}))
+        except OSError as error:  # no memory, or no process is left for it: those that train need none
+            self._count_death(f"could not be started: {error}")
+
+    def _count_death(self, how: str) -> None:
+        self._num_deaths += 1
+        if self._num_deaths == SPARE_DEATHS:
+            self._say(f"no spare worker will be kept: {SPARE_DEATHS} have ended (the last {how})")
 
     def _spare(self) -> WorkerProcess | None:
         """A warm one, if there is one."""

@@ -193,8 +193,7 @@ class RunRendezvous(GenerationHandler):
         newest, agreed = self._node.generation, self.agreed
         if agreed is None:
             return newest.number > self._current.number
-        if not self.is_in(agreed):
-            return False  # it leaves, whatever comes then
+        # One that leaves is superseded like those that stay: without them its workers would wait until they are killed.
         stay = {one.node for one in self._current.members} & {one.node for one in agreed.members}
         return newest.number > agreed.number and not stay <= {one.node for one in newest.members}
 
@@ -317,7 +316,7 @@ class RunRendezvous(GenerationHandler):
 
     def _tell_that_it_waits(self) -> None:
         there, least = len(self._node.generation.members), self._timing.min_nodes
-        if there >= self._timing.max_nodes:
+        if there >= self._timing.max_nodes and not self.is_in(self._node.generation):
             line = f"{there} nodes train, which is MAX of --nnodes: standing by until one goes"
         elif self._current.number > 0:
             line = f"waiting for nodes, of which at least {least} are needed; what this node keeps in memory stays"

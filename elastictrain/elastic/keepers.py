@@ -2,8 +2,9 @@
 
 A worker writes what it wants (the run's key and a name) beside its assignment and sets a word of its cell; the agent's loop
 sees the word, and a thread starts a keeper or takes over the one that a killed agent has left, and writes where it is.
-Should the keeper die, another one is started. Where the run is over, so is the keeper; an agent that fails leaves it,
-because its copies may be what is left of another node, and whoever starts the run again takes it over.
+Should the keeper die, another one is started. Where the run is over, or this node has left and handed its state over, so is
+the keeper. On every other way out the agent leaves it and says so: what it holds may be newer than storage, or what is left
+of another node, and whoever starts the run again takes it over.
 
 On failure: a keeper that cannot be had is said once, with the reason, and looked for again every few seconds; workers train
 without. The agent's loop waits for none of it.
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from elastictrain.checkpoint.keeper import LINGER_SECONDS
 from elastictrain.checkpoint.keeper_process import KeeperProcess
 from elastictrain.elastic.cells import Cells
 from elastictrain.elastic.membership import ANSWER, REQUEST
@@ -68,10 +70,15 @@ class Keepers:
                 write_whole(answer, {"socket": None})
 
     def end(self, *, is_over: bool) -> None:
-        """The agent ends, and the run with it, or the keeper stays for whoever starts it again."""
+        """The agent ends, and what the keeper holds is needed no more; or it stays for whoever starts the run again."""
         if self._trying is not None:
             self._trying.join(END_SECONDS)
         if is_over:
             self._process.end()
         else:
+            if self._process.is_alive:
+                self._say(
+                    f"the snapshots that this node keeps in memory stay for {LINGER_SECONDS / 60:.0f} minutes: the same"
+                    " command goes on from them, if they are newer than the newest checkpoint"
+                )
             self._process.leave()

@@ -16,6 +16,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from elastictrain.elastic.line import WARM, Place, Speaker
 from elastictrain.machine import usable_cores
@@ -38,14 +39,19 @@ class WorkerProcess:
         self.rank = -1
         self._warm = None if folder is None else os.path.join(folder, f"warm-{uuid.uuid4().hex}")
         self._line = Speaker()
-        self._process = subprocess.Popen(
-            command,
-            env={**env, **self._line.environment, **({} if self._warm is None else {WARM: self._warm})},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(self._line.descriptor,),
-        )
-        self._line.handed_on()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**env, **self._line.environment, **({} if self._warm is None else {WARM: self._warm})},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(self._line.descriptor,),
+            )
+        except OSError:
+            self._line.close()
+            raise
+        finally:
+            self._line.handed_on()
         self.pid = self._process.pid
         self.ended_at: float | None = None
         self.code: int | None = None
@@ -122,24 +128,15 @@ def worker_environment(*, local_world_size: int, run_id: str) -> dict[str, str]:
     }
 
 
-def place_environment(
-    *,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int,
-    generation: int,
-) -> dict[str, str]:
-    """What torchrun would say of one worker's place."""
+def place_environment(group: Any, worker: Any, generation: int) -> dict[str, str]:
+    """What torchrun would say of one worker's place, from torch's ``WorkerGroup`` and its ``Worker``."""
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(node_rank),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        "RANK": str(worker.global_rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_RANK": str(worker.local_rank),
+        "GROUP_RANK": str(group.group_rank),
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),
     }
 

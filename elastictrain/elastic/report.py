@@ -27,6 +27,7 @@ from elastictrain.errors import (
     EXIT_FINISHED,
     EXIT_PREEMPTED,
     EXIT_USAGE,
+    NothingKept,
     UsageError,
     is_lost_peer,
 )
@@ -40,8 +41,9 @@ class Report:
 
     Args:
         kind: "usage" (a :class:`~elastictrain.errors.UsageError`; ``message`` is the line for the person, empty where
-            it is printed already), "exception", "exit" (the user's code called ``sys.exit``), or "died" (made up by the
-            agent for a process that left no report).
+            it is printed already), "exception", "exit" (the user's code called ``sys.exit``), "replace" (there is no
+            state that this process could go on from: another one must begin), or "died" (made up by the agent for a
+            process that left no report).
         error: the exception's class name.
         text: the traceback with the frames of frameworks folded; ``full`` with all of them.
         lost_peer: the exception says that another rank, or the network, is gone.
@@ -89,6 +91,8 @@ def describe(error: BaseException, *, rank: int, step: int, retry: bool = True) 
     """The report of an exception that ended a worker."""
     if isinstance(error, UsageError):
         return Report("usage", rank, step, type(error).__name__, str(error), retry=False, time=time.time())
+    if isinstance(error, NothingKept):
+        return Report("replace", rank, step, type(error).__name__, str(error), time=time.time())
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         message = error.code if isinstance(error.code, str) else f"sys.exit({code})"

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastictrain.elastic.chain import Member
+from elastictrain.elastic.report import Report
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -24,6 +27,24 @@ class Failure:
     step: int
     signature: tuple[str, str] | None = None
     retry: bool = True
+
+
+@dataclass(frozen=True)
+class Unexplained:
+    """Workers say no more than that they have lost others. Who is gone is known once the nodes have met again.
+
+    Args:
+        line: what has happened, in words.
+        reached: finished steps by then.
+        shown: the report of it.
+        members: the nodes of that generation. Where one of them is gone, that explains it, and costs no budget.
+    """
+
+    line: str
+    failure: Failure
+    reached: int
+    shown: Report | None
+    members: tuple[Member, ...]
 
 
 class RestartBudget:
@@ -40,6 +61,18 @@ class RestartBudget:
         self.repeated = False
         self._furthest = -1
         self._last: Failure | None = None
+
+    def __str__(self) -> str:
+        return f"restart {self.used} of {self.max_restarts}"
+
+    @property
+    def refusal(self) -> str:
+        """Why the last failure may not be followed by a restart: the end of a line, empty where that is plain."""
+        assert self._last is not None
+        if self.repeated:
+            return ", as before its restart"
+        is_used_up = self.used >= self.max_restarts > 0 and self._last.retry
+        return f"; {self.used} restarts made no progress" if is_used_up else ""
 
     def may_restart(self, failure: Failure, *, reached: int) -> bool:
         """Account for a failed generation; ``reached``: its finished steps, -1 if it did not begin to train."""

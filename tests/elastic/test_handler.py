@@ -150,6 +150,24 @@ def test_a_first_member_that_does_not_answer_is_left_alone_once_there_is_a_newer
         handler._node.stop()
 
 
+def test_a_leaving_node_does_not_wait_for_one_that_is_lost(tmp_path: Path) -> None:
+    """Its workers would wait for the lost one's, until they are killed."""
+    handler = create(parameters(str(tmp_path), nodes=(1, 1)), num_workers=1, has_steps=True)
+    try:
+        handler.next_rendezvous()
+        me, b, c = handler._node.me, Member("b", "127.0.0.1"), Member("c", "127.0.0.1")
+        now = replace(handler._current, members=(me, b, c))
+        handler._current, handler._agreed = now, replace(now, number=now.number + 1, members=(b, c), boundary=9)
+        handler._node.generation = handler._agreed
+        assert not handler.is_superseded, "it finishes the steps that are agreed on"
+        handler._node.generation = replace(now, number=now.number + 2, members=(b, c, Member("d", "127.0.0.1")))
+        assert not handler.is_superseded, "nobody whom it needs is gone"
+        handler._node.generation = replace(now, number=now.number + 2, members=(b,))
+        assert handler.is_superseded and handler.is_out
+    finally:
+        handler._node.stop()
+
+
 def test_too_few_nodes_is_a_timeout_and_a_closed_run_is_said(tmp_path: Path) -> None:
     handler = create(parameters(str(tmp_path), nodes=(2, 2), join_timeout=0.2))
     try:

@@ -1,4 +1,4 @@
-"""The agent's care for its keeper: it waits for nothing, and ends the keeper only with the run."""
+"""The agent's care for its keeper: it waits for nothing, and ends the keeper only where nobody needs it any more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elastictrain.elastic import agent as agents
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
+from elastictrain.elastic.agreement import Agreement
+from elastictrain.elastic.chain import Generation
 from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.membership import ANSWER, REQUEST, write_whole
+from elastictrain.elastic.notices import Interrupted
+from elastictrain.elastic.rendezvous import LocalRendezvous
 
 SECONDS = 60.0
 
@@ -84,31 +88,38 @@ def _raises(error: BaseException) -> Any:
     return run
 
 
+def _all_end_with(code: int) -> Any:
+    def run(agent: Agent) -> Any:
+        agent._agreement = Agreement(agent._cells, agent._handler, why=agent._why)  # type: ignore[arg-type]
+        agent._all_ended([code])
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("run", "code", "said"),
     [
-        (_raises(agents._End(Outcome(0, 3))), 0, "end"),
-        (_raises(agents._End(Outcome(75, 3))), 75, "end"),
-        (_raises(agents._End(Outcome(2, 3))), 2, "end"),
-        (_raises(agents._End(Outcome(130, 3))), 130, "end"),
+        (_all_end_with(0), 0, "end"),
+        (_all_end_with(75), 75, "end"),
+        (_raises(agents._End(Outcome(75, 3))), 75, "leave"),
+        (_raises(Interrupted()), 75, "leave"),
+        (_raises(agents._End(Outcome(2, 3))), 2, "leave"),
+        (_raises(agents._End(Outcome(130, 3))), 130, "leave"),
         (_raises(agents._End(Outcome(1, 3))), 1, "leave"),
         (_raises(RendezvousConnectionError("its node has died")), 1, "leave"),
     ],
-    ids=["finished", "preempted", "usage", "interrupted", "failed", "rendezvous"],
+    ids=["finished", "saved", "suddenly", "while nodes meet", "usage", "interrupted", "failed", "rendezvous"],
 )
-def test_a_keeper_ends_with_the_run_and_not_with_an_agent_that_fails(
+def test_a_keeper_ends_where_all_is_saved_and_else_it_is_left_and_that_is_said(
     run: Any, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies that it holds may be all that is left of another node."""
-
-    class Rendezvous:
-        address = None
-
-        def shutdown(self) -> None:
-            pass
-
+    """What it holds may be newer than storage, and its copies may be all that is left of another node."""
     monkeypatch.setattr(Agent, "run", run)
-    agent = Agent(AgentConfig(["true"]), Rendezvous())  # type: ignore[arg-type]
+    lines, rendezvous = list[str](), LocalRendezvous()
+    rendezvous._only.agreed = Generation(boundary=3, is_paused=True)
+    agent = Agent(AgentConfig(["true"]), rendezvous, say=lines.append)
     agent._keepers._process = process = SlowProcess()  # type: ignore[assignment]
+    process.is_alive = True
     assert agent.train().code == code
     assert process.said == [said]
+    assert ["in memory stay for 5 minutes" in line for line in lines] == [True] * (said == "leave")

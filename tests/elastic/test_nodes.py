@@ -222,6 +222,22 @@ def test_too_few_nodes_save_and_wait_for_another(make: Callable[..., Nodes]) -> 
 
 
 @pytest.mark.slow
+def test_a_node_that_dies_below_the_minimum_costs_no_budget(make: Callable[..., Nodes]) -> None:
+    """The other one waits for as long as it takes, and goes on with a new one."""
+    nodes = make(2, 2, ttl=2.0)
+    for name in "ab":
+        nodes.start(name, max_restarts=0)
+    nodes.wait("a", "b")
+    nodes.kill("b")
+    wait_for(lambda: "waiting for nodes, of which at least 2 are needed" in nodes.runs["a"].stderr, seconds=60.0)
+    assert "standing by" not in nodes.runs["a"].stderr, "nobody trains"
+    nodes.start("c", max_restarts=0)
+    nodes.wait("a", "c")
+    nodes.check(planned=0)
+    assert [one["code"] for one in nodes.stop()] == [75, 75], nodes.said
+
+
+@pytest.mark.slow
 def test_the_end_is_the_end_for_all_until_the_command_is_given_again(make: Callable[..., Nodes]) -> None:
     nodes = make(2, 2)
     nodes.start("a", steps=50)
