@@ -70,7 +70,7 @@ class Announcer:
         plan = s.chosen.plan
         return Startup(
             target=s.membership.target or type(s.task).__name__,
-            run_dir=None if s.run_dir is None else s.run_dir.url,
+            run_dir=None if s.run_dir is None else str(s.run_dir),
             mesh=s.mesh.shape,
             device=s.device.type,
             precision=s.plan.precision.compute,
@@ -131,7 +131,7 @@ class Announcer:
             tokens_here=c.tokens - self._first_tokens,
             metrics=loop.reporter.of_the_model,
             checkpoint=loop.last_saved or self._resumption.stored,
-            run_dir=None if self._session.run_dir is None else self._session.run_dir.url,
+            run_dir=None if self._session.run_dir is None else str(self._session.run_dir),
         )
 
     def tear_down(self) -> None:

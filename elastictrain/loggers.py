@@ -202,7 +202,7 @@ class Loggers:
         if self._must_work:
             remedy = "check its address, credentials and options, or leave it out"
             if self._run_dir is not None and self._run_dir.exists(FOLDER, key):
-                remedy += f"; its run is named in {self._run_dir.url.rstrip('/')}/{FOLDER}/{key}"
+                remedy += f"; its run is named in {str(self._run_dir).rstrip('/')}/{FOLDER}/{key}"
             raise UsageError(f"{text}: {remedy}") from error
         log.warning("%s: training goes on without what it would be told now", text)
 

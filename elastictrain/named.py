@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from elastictrain.errors import UsageError
+from elastictrain.rundir import without_user
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Spec:
     """Something that is named and not yet made.
 
     Args:
-        text: as it was written, option included.
+        text: as it was written, option included, without what is secret.
         module, cls: where its class is.
         arguments: as text.
     """
@@ -51,7 +52,7 @@ def parse(option: str, text: str, known: Mapping[str, str], *, what: str, aliase
     Raises:
         UsageError: the name is unknown (lists those known, and the closest), or the arguments are not ``k=v,...``.
     """
-    shown = f"{option} {text}"
+    shown = f"{option} {_shown(text)}"
     name, _, rest = text.strip().partition(":")
     where = known.get(name) or known.get(kebab(name)) or aliases.get(kebab(name))
     if where is None:
@@ -106,6 +107,20 @@ def make(spec: Spec, cls: type[Any], arguments: Mapping[str, Any]) -> Any:
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
+_SECRET = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)  # in the name of an argument
+
+
+def _shown(text: str) -> str:
+    """As it may be printed: values of arguments whose names say that they are secret are left out."""
+    return ",".join(map(_shown_part, _split(text)))
+
+
+def _shown_part(part: str) -> str:
+    name, equals, _ = part.partition("=")
+    is_secret = equals and _SECRET.search(name.rpartition(":")[2])
+    return f"{name}=…" if is_secret else without_user(part)
+
+
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -115,7 +130,7 @@ def _arguments(text: str, rest: str) -> dict[str, str]:
         name, equals, value = part.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise UsageError(f"{text}: {part.strip()!r} is not NAME=VALUE; write NAME:k=v,k2=v2")
+            raise UsageError(f"{text}: {_shown_part(part).strip()!r} is not NAME=VALUE; write NAME:k=v,k2=v2")
         if name in arguments:
             raise UsageError(f"{text}: {name} is given twice")
         arguments[name] = value.strip()
@@ -179,11 +194,13 @@ def _value(spec: Spec, name: str, text: str, annotation: Any) -> Any:
             continue
     if wanted and len(wanted) == len([kind for kind in kinds if kind is not types.NoneType]):
         names = " or ".join(_WORDS[kind] for kind in wanted)
-        raise UsageError(f"{spec.text}: {name}={text!r} is not {names}")
+        raise UsageError(f"{spec.text}: {_shown_part(f'{name}={text!r}')} is not {names}")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UsageError(f"{spec.text}: {name}={text!r} is not YAML: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"{spec.text}: {_shown_part(f'{name}={text!r}')} is not YAML: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _is_union(annotation: Any) -> bool:

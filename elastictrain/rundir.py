@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,11 +71,23 @@ def cannot_be_used(run_dir: object, reason: str) -> str:
     return f"run directory {run_dir} cannot be used ({reason}): {remedy}"
 
 
+def without_user(url: str) -> str:
+    """A URL, or a text with some, as it may be shown: without user and password. Of Azure the container stays."""
+    return re.sub(r"\b([A-Za-z][\w+.-]*)://([^/\s]*)@", _without_user, url)
+
+
+def _without_user(match: re.Match[str]) -> str:
+    is_container = EXTRAS.get(match[1]) == "azure" and ":" not in match[2]
+    return match[0] if is_container else f"{match[1]}://"
+
+
 class RunDir:
     """One run's directory.
 
     Args:
         url: a local path or an fsspec URL such as ``s3://bucket/run``.
+
+    As text it is ``url`` without user and password.
 
     Raises:
         UsageError: the scheme is unknown or its driver is not installed (names the extra to install).
@@ -90,18 +103,16 @@ class RunDir:
         except ImportError as error:
             if scheme in EXTRAS:
                 raise UsageError(
-                    f"run directory {self.url}: the driver for {scheme}:// is not installed;"
+                    f"run directory {self}: the driver for {scheme}:// is not installed;"
                     f" pip install 'elastictrain[{EXTRAS[scheme]}]'"
                 ) from error
-            raise UsageError(
-                f"run directory {self.url}: the driver for {scheme}:// is not installed ({error})"
-            ) from error
+            raise UsageError(f"run directory {self}: the driver for {scheme}:// is not installed ({error})") from error
         except ValueError as error:
             known = ", ".join(
                 f"{name}:// (elastictrain[{extra}])" for name, extra in EXTRAS.items() if name in ("s3", "gs", "az")
             )
             raise UsageError(
-                f"run directory {self.url}: unknown URL scheme {scheme}://; use a path, {known},"
+                f"run directory {self}: unknown URL scheme {scheme}://; use a path, {known},"
                 " or install the fsspec driver for it"
             ) from error
         self.path = str(path).rstrip("/") or "/"
@@ -173,7 +184,7 @@ class RunDir:
             self.create(b"", probe)
         except Exception as error:
             raise UsageError(
-                f"run directory {self.url} cannot be written ({first_line(error)}):"
+                f"run directory {self} cannot be written ({first_line(error)}):"
                 " choose another --run-dir, or fix its permissions or credentials"
             ) from error
         finally:
@@ -198,4 +209,4 @@ class RunDir:
         return missing
 
     def __str__(self) -> str:
-        return self.url
+        return without_user(self.url)

@@ -41,13 +41,13 @@ class Contents:
         try:
             return _read(folder)
         except DamagedError as error:
-            raise DamagedError(f"checkpoint {folder.url} is damaged: {error}") from error.__cause__
+            raise DamagedError(f"checkpoint {folder} is damaged: {error}") from error.__cause__
 
 
 def _read(folder: RunDir) -> Contents:
     sizes = file_sizes(folder)
     if COMMIT not in sizes:
-        raise CheckpointError(f"{folder.url} is not a committed checkpoint: it has no {COMMIT}")
+        raise CheckpointError(f"{folder} is not a committed checkpoint: it has no {COMMIT}")
     commit = Commit.from_json(_read_json(folder, COMMIT, sizes))
     manifests = []
     for rank, ref in enumerate(commit.manifests):

@@ -33,7 +33,7 @@ def list_(run_dir: str) -> int:
 
     found = list(catalog.entries(RunDir(run_dir)))
     if not found:
-        raise UsageError(f"{run_dir} holds no checkpoints: give the run's directory")
+        raise UsageError(f"{RunDir(run_dir)} holds no checkpoints: give the run's directory")
     rows = [("STEP", "AGE", "SIZE", "RANKS", "LAYOUT", "STATE", "WHERE")]
     for entry in found:
         state, commit = "not committed", entry.commit
@@ -151,7 +151,9 @@ def _committed(run_dir: str, step: int | None) -> list[Entry]:
     found = [entry for entry in found if step is None or entry.step == step]
     if not found:
         what = "committed checkpoint" if step is None else f"committed checkpoint of step {step}"
-        raise UsageError(f"{run_dir} holds no {what}: elastictrain checkpoint list {run_dir} shows what there is")
+        raise UsageError(
+            f"{RunDir(run_dir)} holds no {what}: elastictrain checkpoint list {RunDir(run_dir)} shows what there is"
+        )
     return found
 
 

@@ -18,7 +18,7 @@ from elastictrain.config import MeshConfig
 from elastictrain.errors import UsageError
 from elastictrain.loggers import parse_logger
 from elastictrain.parallel.zones import read_zones
-from elastictrain.rundir import RunDir, first_line
+from elastictrain.rundir import RunDir, first_line, without_user
 from elastictrain.runfile import is_same_target
 
 RDZV_CONF = ("join_timeout", "last_call_timeout", "ttl", "beat")
@@ -198,7 +198,7 @@ def check_world(job: Job) -> None:
     if RunDir(job.run_dir).is_memory and (job.max_nodes > 1 or job.num_workers > 1):
         count = f"{job.num_workers} workers" if job.max_nodes == 1 else f"{job.max_nodes} nodes"
         raise UsageError(
-            f"--run-dir {job.run_dir}: memory:// is inside of one process and there are {count}:"
+            f"--run-dir {without_user(job.run_dir)}: memory:// is inside of one process and there are {count}:"
             " use --nproc-per-node 1, or a directory"
         )
     if job.min_nodes == job.max_nodes and "mesh" in job.trainer:
@@ -291,10 +291,11 @@ def check_run_dir(job: Job) -> None:
     if not resume:
         raise UsageError("--resume is empty: name a run directory or a checkpoint, or leave it out")
     if resume not in ("auto", "never"):
-        with _reading(f"--resume {resume}"):
+        shown = without_user(resume)
+        with _reading(f"--resume {shown}"):
             is_there = RunDir(resume).exists()
         if not is_there:
-            raise UsageError(f"--resume {resume} does not exist: name a run directory or a checkpoint, or leave it out")
+            raise UsageError(f"--resume {shown} does not exist: name a run directory or a checkpoint, or leave it out")
     run_dir.check_writable()
 
 
@@ -312,10 +313,10 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def newest_checkpoint(run_dir: RunDir) -> tuple[int, str] | None:
-    """Step and path of the newest committed checkpoint, by its COMMIT alone."""
+    """Step and path, as it is shown, of the newest committed checkpoint, by its COMMIT alone."""
     for name in sorted(run_dir.names("checkpoints"), reverse=True):
         if match := re.fullmatch(r"step-(\d+)", name):
             for attempt in run_dir.names("checkpoints", name):
                 if run_dir.exists("checkpoints", name, attempt, "COMMIT"):
-                    return int(match[1]), f"{run_dir.url.rstrip('/')}/checkpoints/{name}"
+                    return int(match[1]), f"{str(run_dir).rstrip('/')}/checkpoints/{name}"
     return None

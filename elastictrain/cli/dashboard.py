@@ -37,6 +37,7 @@ FIRST_PORT, NUM_PORTS = 6006, 100
 _EVERY = 5.0  # seconds between two looks for what is new
 _STARTING = 120.0  # seconds that TensorBoard may take to answer
 _ENDING = 5.0
+_MOST_OUTPUT = 1_000_000  # bytes of what it prints that are kept
 
 # Not with ``preexec_fn``: a driver of an object store has threads by then, and one of them may hold a lock.
 _PROGRAM = """
@@ -64,8 +65,10 @@ runpy.run_module("tensorboard.main", run_name="__main__", alter_sys=True)
 def dashboard(run_dir: str, host: str, port: int | None, tab: str, x_axis: str, opens: bool) -> int:
     """Show RUN_DIR, a run or a folder of runs, in TensorBoard. Ctrl-C ends it."""
     from elastictrain.cli.reading import reading
-    from elastictrain.metrics.mirror import Board
+    from elastictrain.metrics.mirror import Board, clean
+    from elastictrain.rundir import RunDir
 
+    clean(_cache())
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="elastictrain-dashboard-") as folder:
         view, output = Path(folder) / "runs", Path(folder) / "output"
         view.mkdir()
@@ -73,7 +76,7 @@ def dashboard(run_dir: str, host: str, port: int | None, tab: str, x_axis: str, 
         with reading(run_dir):
             runs = board.update()
         if not runs:
-            raise UsageError(f"{run_dir} holds no run: give a run's directory, or a folder of such")
+            raise UsageError(f"{RunDir(run_dir)} holds no run: give a run's directory, or a folder of such")
         port = _free_port(host, port)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
@@ -136,7 +139,7 @@ def _tensorboard(view: Path, output: Path, *, host: str, port: int) -> Iterator[
         "--window_title",
         "elastictrain",
     ]
-    with output.open("wb") as file:
+    with output.open("ab") as file:  # to which it appends, also when what is there has been cut away
         process = subprocess.Popen(
             command,
             env=child_environment(),
@@ -193,6 +196,8 @@ def _follow(board: Board, process: subprocess.Popen[bytes], output: Path) -> NoR
         except subprocess.TimeoutExpired:
             pass
         _check(process, output)
+        if output.stat().st_size > _MOST_OUTPUT:
+            os.truncate(output, 0)
         try:
             board.update()
             failing = False

@@ -19,7 +19,7 @@ from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
 from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
 from elastictrain.metrics.prometheus import Endpoint, exposition, families
 from elastictrain.metrics.published import Published
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, without_user
 
 WORKER = [sys.executable, "-m", "elastictrain.cli.worker"]
 
@@ -56,7 +56,9 @@ def launch(job: Job) -> int:
         return _tell(job, Agent(config, _rendezvous(job)).train())
     published = Published()
     node = job.local_addr or socket.gethostname()
-    with Endpoint(*job.metrics, lambda: exposition(families(published, run=job.run_dir, node=node))) as endpoint:
+    with Endpoint(
+        *job.metrics, lambda: exposition(families(published, run=without_user(job.run_dir), node=node))
+    ) as endpoint:
         _print(f"metrics are at {endpoint.url}")
         return _tell(job, Agent(config, _rendezvous(job), published=published).train())
 

@@ -14,9 +14,9 @@ from elastictrain.errors import UsageError
 @contextmanager
 def reading(run_dir: str) -> Iterator[None]:
     """Around everything that reads from it."""
-    from elastictrain.rundir import answering
+    from elastictrain.rundir import answering, without_user
 
-    with answering(
-        lambda error, line: UsageError(f"{run_dir} cannot be read ({line}): check the path and credentials")
-    ):
+    shown = without_user(run_dir)
+
+    with answering(lambda error, line: UsageError(f"{shown} cannot be read ({line}): check the path and credentials")):
         yield

@@ -45,12 +45,14 @@ def _write(text: str, path: Path) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        # A name that came from bytes which are no text may be in it.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         reason = error.strerror or type(error).__name__
         raise UsageError(
             f"{path} cannot be written ({reason}): give --output a file in a folder that you may write to"
         ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -2,7 +2,10 @@
 again is not there twice, as far as the tracker lets it.
 
 Lightning's loggers have no such thing, and what names their run is private to each of them: all of it is here, pinned by
-``tests/trainer/test_loggers.py``. What a logger of another class does is its own.
+``tests/trainer/test_loggers.py``. It is not in :mod:`elastictrain.compat.lightning` because these are private names of five
+classes, each of which stands for a tracker's library of its own, and nothing is done with them
+that the trainer needs.
+What a logger of another class does is its own.
 
 | logger | its run is | steps that are done again |
 |---|---|---|

@@ -236,15 +236,17 @@ class _Resumed:
 
 
 def _judged(stretch: Stretch, resumed: _Resumed) -> Stretch:
-    """With the steps that a later start did again as replayed."""
+    """With the steps that a later start did again as replayed, and their validation."""
     kept = resumed.after(stretch.generation)
     if kept >= stretch.last:
         return stretch
     steps = stretch.last - stretch.first
     vain = (stretch.last - max(kept, stretch.first)) / steps if steps else 1.0
     seconds = dict(stretch.seconds)
-    lost = vain * seconds.pop("productive", 0.0)
-    seconds |= {"productive": stretch.seconds.get("productive", 0.0) - lost, "replayed": lost}
+    for cause in USEFUL:
+        if cause in seconds:
+            lost = vain * seconds[cause]
+            seconds |= {cause: seconds[cause] - lost, "replayed": seconds.get("replayed", 0.0) + lost}
     return replace(stretch, seconds=seconds)
 
 

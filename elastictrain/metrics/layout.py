@@ -22,7 +22,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "seconds of a step, by part": [
             r"time/(data|forward_backward|communication|optimizer|hooks|callbacks|logging|device|other)$"
         ],
-        "busy seconds of a step, by rank": ["time/busy$"],
+        "busy seconds of a step, by rank": ["rank/busy$"],
         "slow steps": [r"time/step_(p50|p90|p99|max)$"],
         "microbatches ready in the loader": ["throughput/loader_queue$"],
         "memory (GiB)": ["memory/.*_gib$"],

@@ -219,6 +219,8 @@ def is_sound(line: Line) -> bool:
         return False
     if not all(is_one(line.get(name)) for name, is_one in _FIELDS.get(event, {}).items()):
         return False
+    if not all(is_one(line[name]) for name, is_one in _ANY.items() if name in line):
+        return False
     return event != "time" or (line["from"] <= line["to"] and all(_is_count(line.get(n, 0)) for n in _USED))
 
 
@@ -264,6 +266,7 @@ def _is_workers(value: Any) -> bool:
 
 
 _USED = ("samples", "tokens")  # not in the line that only opens an account
+_ANY = {"time": _is_time, "from": _is_time, "to": _is_time, "step": _is_count}  # of any event, if they are there
 _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "start": {"time": _is_time, "step": _is_count, "world_size": _is_count},
     "end": {"time": _is_time, "step": _is_count, "outcome": _is_text},

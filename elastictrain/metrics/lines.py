@@ -31,11 +31,14 @@ def parse(data: bytes) -> tuple[list[Line], int]:
     """The JSON objects of an object's lines, and how many lines were none."""
     lines: list[Line] = []
     num_damaged = 0
-    for text in data.decode(errors="replace").split("\n"):
+    whole = data.decode(errors="replace")
+    has_halves = "\\ud" in whole or "\\uD" in whole
+    for text in whole.split("\n"):
         if not text:
             continue
         try:
             line, end = _decode(text)
+            line = as_unicode(line) if has_halves else line
         except (ValueError, RecursionError):
             line, end = None, 0
         if isinstance(line, dict) and end == len(text):
@@ -43,6 +46,11 @@ def parse(data: bytes) -> tuple[list[Line], int]:
         else:
             num_damaged += 1
     return lines, num_damaged
+
+
+def as_unicode(value: Any) -> Any:
+    """What JSON has, with ``?`` for halves of surrogate pairs: nothing that has one can be printed or written."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def read_objects(run_dir: RunDir, folder: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:

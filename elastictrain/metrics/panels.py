@@ -1,6 +1,7 @@
 """What TensorBoard shows of a run beside scalars: text, pictures and hyperparameters, as its plugins read them.
 
-On failure: hyperparameters that are no plain values are shown as text. Nothing else here can fail.
+On failure: hyperparameters that are no plain values, or too large for a double, are shown as text. Nothing else here can
+fail.
 """
 
 from __future__ import annotations
@@ -90,5 +91,16 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, bool | float
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else repr(value)
+            flat[as_text(f"{prefix}{name}")] = _plain(value)
     return flat
+
+
+def _plain(value: Any) -> bool | float | str:
+    if isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1e300):
+        return value
+    return as_text(value if isinstance(value, str) else repr(value))
+
+
+def as_text(text: str) -> str:
+    """As UTF-8 can have it: halves of surrogate pairs, of bytes that were no text, are written out."""
+    return text.encode(errors="backslashreplace").decode()

@@ -10,8 +10,8 @@ thread now and then. A line of ``metrics/g000003-000012.jsonl`` is
 with ``step`` the number of finished steps, ``time`` in seconds since the epoch (UTC), and no ``NaN`` token that a
 strict reader would refuse: numbers that JSON has no word for are the strings ``"NaN"``, ``"Infinity"`` and
 ``"-Infinity"``, as in protobuf's JSON mapping. ``float(...)``, ``pandas.read_json(..., lines=True)``, JavaScript's
-``Number`` and :func:`read_records` turn them back into floats. A value whose name is one of the line's own fields
-(``step``, ``samples``, ``time``, ``generation``, ``epoch``) is kept under ``value/{name}``.
+``Number`` and :mod:`elastictrain.metrics.series` turn them back into floats. A value whose name is one of the line's
+own fields (``step``, ``samples``, ``time``, ``generation``, ``epoch``) is kept under ``value/{name}``.
 
 On failure: training goes on; see :mod:`elastictrain.metrics.courier`.
 """
@@ -19,18 +19,16 @@ On failure: training goes on; see :mod:`elastictrain.metrics.courier`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastictrain.metrics.courier import LAST_INTERVAL, STORE_INTERVAL, Courier, Writer, interval
-from elastictrain.metrics.lines import parse, read_objects
 from elastictrain.rundir import RunDir, first_line
 
 if TYPE_CHECKING:
@@ -158,40 +156,6 @@ def _strict(value: Any) -> Any:
 
 
 LOOSE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def read_records(run_dir: RunDir, *, replayed: bool = False) -> list[dict[str, Any]]:
-    """All lines of ``metrics/``, in the order of steps.
-
-    Args:
-        replayed: keep the lines of steps that were rolled back and done again, not only the later ones.
-
-    A line that was cut by a crash while it was written is left out.
-    """
-    lines: list[dict[str, Any]] = []
-    names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
-    for _, data in read_objects(run_dir, FOLDER, names):
-        for line in parse_lines(data):
-            if not replayed:
-                _drop_replaced(lines, line)
-            lines.append(line)
-    return lines
-
-
-def parse_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """The lines of one object of ``metrics/``, numbers as floats; one that was cut is left out."""
-    for line in parse(data)[0]:
-        yield {key: LOOSE.get(value, value) if isinstance(value, str) else value for key, value in line.items()}
-
-
-def _drop_replaced(lines: list[dict[str, Any]], new: Mapping[str, Any]) -> None:
-    """Take out what was done again by the time ``new`` was written."""
-    while lines and lines[-1]["step"] > new["step"]:
-        lines.pop()
-    same = list(itertools.takewhile(lambda line: line["step"] == new["step"], reversed(lines)))
-    # Training and validation log at the same step; a name that comes twice says that the step does.
-    if any(line["generation"] != new["generation"] or (line.keys() & new.keys()) - set(FIELDS) for line in same):
-        del lines[-len(same) :]
 
 
 def _is_small_int(value: Any) -> bool:

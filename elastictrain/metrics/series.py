@@ -1,7 +1,7 @@
 """What was logged, by name, as arrays; and long series made short without hiding anything.
 
 A run of 100,000 steps has some millions of values, so lines become arrays as they are read. Of steps that a later start did
-again only the later values stay, as in :func:`~elastictrain.metrics.record.read_records`.
+again, or lost and has yet to do again, only the later values stay, as in TensorBoard.
 
 On failure: a line that is cut or damaged is passed over and counted.
 """
@@ -9,7 +9,7 @@ On failure: a line that is cut or damaged is passed over and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from elastictrain.rundir import RunDir
 ABOUT_THE_RUN = ("time/", "throughput/", "memory/", "elastic/", "goodput/", "checkpoint/")
 
 Floats = npt.NDArray[np.float64]
+_LARGEST = 1e300
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,37 @@ class Buckets:
 
 
 def thin(series: Series, *, num: int) -> Buckets:
-    """At most ``num`` parts: every value is within its part's ``low`` and ``high``, and counts once in its ``mean``."""
+    """At most ``num`` parts: every value is within its part's ``low`` and ``high``, and counts once in its ``mean``.
+
+    Values beyond ±1e300 become that, so that differences of what is to be drawn are finite.
+    """
     series = series.finite
     size = len(series.steps)
+    values = np.clip(series.values, -_LARGEST, _LARGEST)
     if size <= num:
-        return Buckets(series.steps, series.values, series.values, series.values, np.ones(size, np.int64))
+        return Buckets(series.steps, values, values, values, np.ones(size, np.int64))
     first, last = series.steps[0], series.steps[-1]
     part = np.minimum((series.steps - first) * (num / (last - first)), num - 1).astype(np.int64)
     begins = np.flatnonzero(np.diff(part, prepend=-1))
     counts = np.diff(begins, append=size)
-    low, high = np.minimum.reduceat(series.values, begins), np.maximum.reduceat(series.values, begins)
-    mean = np.add.reduceat(series.values / counts.repeat(counts), begins)  # divided first: a sum may be too large
+    low, high = np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)
+    mean = np.add.reduceat(values / counts.repeat(counts), begins)  # divided first: a sum may be too large
     return Buckets(np.add.reduceat(series.steps, begins) / counts, low, np.clip(mean, low, high), high, counts)
 
 
-def read_series(run_dir: RunDir) -> tuple[dict[str, Series], int]:
-    """Everything that was logged, by name in order of appearance, and how many lines were passed over."""
+def read_series(run_dir: RunDir, *, starts: Mapping[int, int] = {}) -> tuple[dict[str, Series], int]:
+    """Everything that was logged, by name in order of appearance, and how many lines were passed over.
+
+    Args:
+        starts: the finished steps at which a start began, by its number, of the ledger; of others the first line is taken.
+    """
     names = [name for name in run_dir.names(FOLDER) if name.endswith(".jsonl")]
     columns = _Columns()
     num_damaged = 0
     for _, data in read_objects(run_dir, FOLDER, names):
         lines, damaged = parse(data)
         num_damaged += damaged + columns.add(lines)
-    return columns.series(), num_damaged
+    return columns.series(starts), num_damaged
 
 
 class _Columns:
@@ -108,7 +117,7 @@ class _Columns:
         for keys, numbers in groups.items():
             table = _table([lines[number] for number in numbers], keys)
             if table is None:  # not all of them are what they should be
-                sound = [number for number in numbers if _is_sound(lines[number])]
+                sound = [number for number in numbers if is_sound(lines[number])]
                 num_damaged += len(numbers) - len(sound)
                 if not sound:
                     continue
@@ -120,8 +129,8 @@ class _Columns:
         self._num_lines += len(lines)
         return num_damaged
 
-    def series(self) -> dict[str, Series]:
-        limits = self._limits()
+    def series(self, starts: Mapping[int, int]) -> dict[str, Series]:
+        limits = self._limits(starts)
         places: dict[str, list[tuple[Floats, int, int, int]]] = {}
         for keys, table in self._tables:
             step, generation = 1 + keys.index("step"), 1 + keys.index("generation")
@@ -139,9 +148,12 @@ class _Columns:
             found[name] = Series(steps[stays], values[stays])
         return found
 
-    def _limits(self) -> dict[float, float]:
-        """By generation, the step from which on a later one did all again."""
-        first: dict[float, float] = {}
+    def _limits(self, starts: Mapping[int, int]) -> dict[float, float]:
+        """By generation, the step after which a later one did all again.
+
+        One that took lines over from an earlier start begins with those.
+        """
+        first = {float(generation): float(step or -1) for generation, step in starts.items()}
         for keys, table in self._tables:
             steps, generations = table[:, 1 + keys.index("step")], table[:, 1 + keys.index("generation")]
             for generation in np.unique(generations).tolist():
@@ -167,8 +179,9 @@ def _table(group: Sequence[Line], keys: tuple[str, ...]) -> Floats | None:
     return table if ((counts >= 0) & (counts < 2**53) & (counts == np.floor(counts))).all() else None
 
 
-def _is_sound(line: Line) -> bool:
-    return all(type(line.get(name)) is int and 0 <= line[name] < 2**53 for name in ("step", "generation")) and all(
+def is_sound(line: Line, *, counts: Sequence[str] = ("step", "generation")) -> bool:
+    """Whether everything in a line is a number, and these are counts."""
+    return all(type(line.get(name)) is int and 0 <= line[name] < 2**53 for name in counts) and all(
         _is_number(value) for value in line.values()
     )
 

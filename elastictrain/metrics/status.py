@@ -16,7 +16,7 @@ from typing import Any
 from elastictrain import runfile
 from elastictrain.errors import UsageError
 from elastictrain.metrics.goodput import Goodput, goodput
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, without_user
 
 SILENT = 120.0
 
@@ -63,7 +63,7 @@ def status(
         {name: line[name] for name in ("name", "host", "agent_pid", "workers")} for line in _of(here, "node")
     ]
     saved = max(_of(lines, "checkpoint"), key=lambda line: line["time"], default=None)
-    found["last_checkpoint"] = None if saved is None else {"step": saved["step"], "path": saved["path"]}
+    found["last_checkpoint"] = None if saved is None else {"step": saved["step"], "path": without_user(saved["path"])}
     found["goodput"] = {"percent": account.percent, "lost_seconds": account.lost, "total_seconds": account.total}
     fields = ("time", "cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
     found["recoveries"] = [{name: line[name] for name in fields} for line in _of(lines, "recovery")]

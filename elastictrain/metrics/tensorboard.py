@@ -14,6 +14,7 @@ On failure: :meth:`EventFiles.write` raises what the store raised, having left n
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,11 @@ import numpy.typing as npt
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 
 from elastictrain.metrics.layout import layout_summary
-from elastictrain.metrics.panels import Panels, hparams_summary, panels_summary
+from elastictrain.metrics.panels import Panels, as_text, hparams_summary, panels_summary
 from elastictrain.metrics.record import Record, Series
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, first_line
+
+log = logging.getLogger(__name__)
 
 FOLDER = "tensorboard"
 
@@ -120,7 +123,10 @@ def encode_header(
     if charts:
         events.append(Event(wall_time=seconds, summary=layout_summary()))
     if hparams:
-        events.append(Event(wall_time=seconds, summary=hparams_summary(hparams, seconds=seconds)))
+        try:
+            events.append(Event(wall_time=seconds, summary=hparams_summary(hparams, seconds=seconds)))
+        except Exception as error:  # each write would fail again, and nothing be seen of the run
+            log.warning("TensorBoard will not show the hyperparameters (%s)", first_line(error))
     return _frame(events)
 
 
@@ -134,7 +140,7 @@ def encode_events(records: Sequence[Record | Panels]) -> bytes:
         step, _, seconds, _, values = record
         event = Event(wall_time=seconds, step=step)
         for name, value in values.items():
-            event.summary.value.add(tag=name, simple_value=value)
+            event.summary.value.add(tag=name if name.isascii() else as_text(name), simple_value=value)
         events.append(event)
     return _frame(events)
 

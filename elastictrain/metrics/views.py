@@ -22,7 +22,7 @@ from elastictrain.metrics.record import Record
 from elastictrain.metrics.tensorboard import EventFiles
 from elastictrain.rundir import RunDir
 
-NAMES = ("time/busy", "time/data")  # seconds of a mean step: not waiting for other ranks; waiting for data
+NAMES = ("rank/busy", "rank/data")  # seconds of a mean step: not waiting for other ranks; waiting for data
 MOST = 64  # ranks that have a run each; with more of them only the axes have
 
 _RARELY = 1800.0  # seconds between two flushes on object stores, later

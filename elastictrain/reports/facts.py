@@ -18,11 +18,11 @@ from elastictrain.errors import UsageError
 from elastictrain.metrics import ledger
 from elastictrain.metrics.console import format_count, format_percent, format_seconds, format_value
 from elastictrain.metrics.goodput import CAUSES, USEFUL, Goodput, summed
-from elastictrain.metrics.lines import Line
+from elastictrain.metrics.lines import Line, as_unicode
 from elastictrain.metrics.series import ABOUT_THE_RUN, Series, read_series
 from elastictrain.metrics.status import require_begun, status
 from elastictrain.metrics.timeline import Mark, Timeline, timeline
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, without_user
 
 _CHECKPOINTS = "checkpoints"
 _MAX_CURVES = 6  # in one chart
@@ -51,7 +51,7 @@ class Report:
     """What there is to tell of a run.
 
     Args:
-        url: of the run directory.
+        url: of the run directory, as it may be shown.
         about: ``run.json``; empty where that cannot be read.
         status: as ``elastictrain status --json`` has it.
         changes: lines of the ledger about recoveries and what is like one, see
@@ -123,16 +123,17 @@ def read_report(run_dir: RunDir, *, now: float | None = None) -> Report:
     lines = folder.read()
     require_begun(run_dir, lines)
     try:
-        about = runfile.read(run_dir) or {}
+        about = as_unicode(runfile.read(run_dir) or {})
     except UsageError:
         about = {}
-    series, num_damaged = read_series(run_dir)
+    starts = {line["generation"]: line["step"] for line in lines if line["event"] == "start"}
+    series, num_damaged = read_series(run_dir, starts=starts)
     now = time.time() if now is None else now
     run = timeline(lines)
     account = summed(stretch for row in run.rows for stretch in row.stretches)
     damaged = {"events": folder.num_damaged, "metrics": num_damaged}
     return Report(
-        url=run_dir.url,
+        url=as_unicode(str(run_dir)),
         about=about,
         status=status(lines, now=now, account=account),
         timeline=run,
@@ -163,7 +164,7 @@ def _checkpoints(lines: list[Line], there: set[str], run_dir: RunDir) -> list[Ch
         if line["event"] == "checkpoint":
             name = posixpath.join(*line["path"].rstrip("/").split("/")[-2:])
             known = {key: line[key] for key in ("time", "seconds", "num_bytes")}
-            found.append(Checkpoint(line["step"], line["path"], name in there, **known))
+            found.append(Checkpoint(line["step"], without_user(line["path"]), name in there, **known))
             told.add(name)
     for name in there - told:
         digits = name.split("/")[0].removeprefix("step-")

@@ -185,8 +185,8 @@ def _recoveries(report: Report) -> Iterable[str]:
     rows = [
         [
             _after(report, one["time"] - one["seconds"]["total"]),
-            escape(one["cause"]),
-            escape(who(one)),
+            one["cause"],
+            who(one),
             *(str(one[name]) for name in ("generation", "from_step", "resumed_step", "lost_steps")),
             *(format_seconds(one["seconds"][p]) if p in one["seconds"] else "" for p in _PHASES),
         ]
@@ -210,7 +210,7 @@ def _checkpoints(report: Report) -> Iterable[str]:
             "" if one.seconds is None else format_seconds(one.seconds),
             "" if one.num_bytes is None else f"{format_count(one.num_bytes)}B",
             "there" if one.is_there else "deleted",
-            escape(one.path),
+            one.path,
         ]
         for one in report.checkpoints
     ]
@@ -223,10 +223,10 @@ def _events(report: Report) -> Iterable[str]:
     rows = [
         [
             _after(report, mark.time),
-            escape(mark.kind),
+            mark.kind,
             str(mark.generation),
             "" if mark.step is None else str(mark.step),
-            escape(mark.text),
+            mark.text,
         ]
         for mark in marks
         if mark.kind != "checkpoint"
@@ -244,7 +244,7 @@ def _others(report: Report) -> Iterable[str]:
     for name, one in [*others.items()][:_MAX_NAMES]:
         good = one.finite.values
         ends = [format_value(float(v)) for v in (good[0], good[-1], good.min(), good.max())] if len(good) else [""] * 4
-        rows.append([escape(name), sparkline(one), *ends, str(len(one.values)), str(one.num_not_finite or "")])
+        rows.append([name, _Html(sparkline(one)), *ends, str(len(one.values)), str(one.num_not_finite or "")])
     yield f"<details>\n<summary>Everything else that was logged ({len(others)})</summary>"
     yield from _table(["name", "", "first", "last", "lowest", "highest", "values", "not finite"], rows, text=(0, 1))
     if len(others) > _MAX_NAMES:
@@ -253,7 +253,7 @@ def _others(report: Report) -> Iterable[str]:
 
 
 def _about(report: Report) -> Iterable[str]:
-    rows = [[escape(name), escape(value)] for name, value in facts(report)]
+    rows = [[name, value] for name, value in facts(report)]
     rows.append(["report made", datetime.fromtimestamp(report.now, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")])
     yield "<details>\n<summary>About this run</summary>"
     yield from _table(["", ""], rows, text=(0, 1))
@@ -263,14 +263,25 @@ def _about(report: Report) -> Iterable[str]:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
+class _Html(str):
+    """What is HTML already."""
+
+
+def _cell(text: str) -> str:
+    return text if isinstance(text, _Html) else escape(text)
+
+
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int]) -> Iterable[str]:
-    """Cells are HTML; columns other than those in ``text`` are numbers. Only the last rows of many are shown."""
+    """Cells are text, but for :class:`_Html`; columns other than those in ``text`` are numbers.
+
+    Only the last rows of many are shown.
+    """
     kinds = [' class="t"' if column in text else ' class="n"' for column in range(len(names))]
     heads = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(names, kinds, strict=True))
     kind = "wide dense" if len(names) > 8 else "wide"
     yield f'<div class="{kind}"><table><thead><tr>{heads}</tr></thead><tbody>'
     for row in rows[-_MAX_ROWS:]:
-        yield "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        yield "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
     yield "</tbody></table></div>"
     if len(rows) > _MAX_ROWS:
         yield f'<p class="note">{len(rows) - _MAX_ROWS} earlier ones are left out here.</p>'

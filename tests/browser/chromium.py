@@ -96,7 +96,7 @@ def chromium(folder: Path, *, width: int = 1500, height: int = 1000) -> Iterator
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         missing = "chromium" if browser is None else "chromedriver"
-        reason = f"{missing} is not installed: `make browser` as root, on Debian or Ubuntu, installs it"
+        reason = f"{missing} is not installed: `make browser` as root, on Debian, installs it"
         pytest.fail(reason) if os.environ.get(REQUIRED) else pytest.skip(reason)
     options = webdriver.ChromeOptions()
     options.binary_location = browser

@@ -83,7 +83,7 @@ def check_charts(page: Page, address: str) -> None:
     by_part = steps["seconds of a step, by part"]
     assert len(by_part["time/data (run)"]) >= 2
     busy = steps["busy seconds of a step, by rank"]
-    assert busy.keys() == {f"time/busy (run/rank-{rank:05d})" for rank in (0, 1)}
+    assert busy.keys() == {f"rank/busy (run/rank-{rank:05d})" for rank in (0, 1)}
     assert min(map(len, busy.values())) >= 2, "at least once in each generation"
     assert page.errors() == []
     page.screenshot("dashboard")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
 
 from elastictrain.config import MeshShape
-from elastictrain.metrics.mirror import Board
+from elastictrain.metrics.mirror import Board, clean
 from elastictrain.metrics.record import Recorder
 from elastictrain.metrics.views import views_of
 from elastictrain.rundir import RunDir
@@ -44,7 +47,7 @@ def test_a_run_on_s3_is_copied_and_followed(s3_url: str, tmp_path: Path) -> None
     write(s3_url, generation=0, start=0, stop=4, value=1.0)
     assert shown.update() == ["run"]
     assert points(view / "run") == [(step, 1.0) for step in range(1, 5)]
-    assert points(view / "run" / "rank-00001", "time/busy") == [(4, 0.25)]
+    assert points(view / "run" / "rank-00001", "rank/busy") == [(4, 0.25)]
 
     write(s3_url, generation=1, start=2, stop=5, value=2.0)
     (copied,) = (path for path in (view / "run").iterdir() if path.is_file())
@@ -97,3 +100,78 @@ def test_views_are_of_ranks_and_of_places_on_an_axis() -> None:
     }
     many = views_of(MeshShape(dp_shard=64, tp=2))
     assert len(many) == 66 and many["tp-1"] == list(range(1, 128, 2))
+
+
+def test_objects_whose_names_lead_elsewhere_are_not_copied(s3_url: str, tmp_path: Path) -> None:
+    """Nothing outside of the copy is written, and nothing removed there."""
+    write(s3_url, generation=0, start=0, stop=1, value=1.0)
+    run_dir = RunDir(s3_url)
+    names = ("../../../evil.txt", "../evil.txt", "..\\evil.txt", ".hidden", "rank-0/../../evil.txt", "rank-0/.hidden")
+    names += (
+        "deep-0/deep-1/events.out.tfevents.x",
+        "notes.txt",
+        "rank-0/..\\evil.txt",
+        "../rank-0/events.out.tfevents.x",
+    )
+    for name in names:
+        run_dir.fs.call_s3("put_object", Bucket=bucket(run_dir), Key=f"{key(run_dir)}/tensorboard/{name}", Body=b"evil")
+    assert ".." in run_dir.names("tensorboard"), "the store has them"
+    shown, view = board(s3_url, tmp_path)
+    others = [tmp_path / "mine.txt", tmp_path / "cache" / "mine.txt", tmp_path / "mine.jsonl"]
+    (tmp_path / "cache").mkdir()
+    for path in others:
+        path.write_text("mine")
+    for _ in range(2):
+        assert shown.update() == ["run"]
+    assert all(path.read_text() == "mine" for path in others)
+    written = {path.name for path in tmp_path.rglob("*") if path.is_file() and path not in others}
+    assert len(written) == 1 and written.pop().startswith("events.out.tfevents.g000000"), "one name, also of the ranks"
+    assert points(view / "run") == [(1, 1.0)]
+
+
+def bucket(run_dir: RunDir) -> str:
+    return run_dir.path.split("/", 1)[0]
+
+
+def key(run_dir: RunDir) -> str:
+    return run_dir.path.split("/", 1)[1]
+
+
+def test_a_run_whose_name_leads_elsewhere_is_not_shown(s3_url: str, tmp_path: Path) -> None:
+    runs = RunDir(s3_url)
+    write(f"{s3_url}/good", generation=0, start=0, stop=1, value=1.0)
+    for name in ("..", ".hidden", "a\\b"):
+        runs.fs.call_s3("put_object", Bucket=bucket(runs), Key=f"{key(runs)}/{name}/run.json", Body=b"{}")
+    shown, _ = board(s3_url, tmp_path, by_samples=True)
+    assert shown.update() == ["good"]
+    assert not [path for path in tmp_path.rglob("*") if path.name in (".hidden", "a\\b")]
+
+
+def test_copies_that_nobody_looks_at_are_removed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name, days in (("0" * 16, 40), ("1" * 16, 1), ("notes", 40)):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "file").write_text("")
+        os.utime(cache / name, (at := time.time() - days * 86_400, at))
+    clean(cache)
+    assert sorted(path.name for path in cache.iterdir()) == ["1" * 16, "notes"]
+    clean(tmp_path / "nothing")
+
+
+def test_odd_lines_are_passed_over_where_the_axis_is_samples(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    write(url, generation=0, start=0, stop=2, value=1.0)
+    about = {"step": 3, "samples": 24, "time": 1.0, "generation": 0, "epoch": 0, "train/loss": 2.0}
+    changes: list[dict[str, Any]] = [
+        {"samples": "x"},
+        {"time": []},
+        {"samples": 2**80},
+        {"train/loss": "one"},
+        {"epoch": None},
+    ]
+    changes += [{"generation": {}}, {"time": "x"}, {"samples": -1}]
+    lines = [{**about, **change} for change in changes] + [{"step": 3}, about, {**about, "samples": 32, "\ud800": 1.0}]
+    (tmp_path / "run" / "metrics" / "g000000-000009.jsonl").write_text("".join(json.dumps(o) + "\n" for o in lines))
+    shown, view = board(url, tmp_path, by_samples=True)
+    shown.update()
+    assert points(view / "run") == [(8, 1.0), (16, 1.0), (24, 2.0), (32, 2.0)]

@@ -19,8 +19,9 @@ import pytest
 
 from elastictrain.metrics import record as record_module
 from elastictrain.metrics.panels import Markdown, Panel
-from elastictrain.metrics.record import MOST_CARRIED, Recorder, encode_line, read_records
+from elastictrain.metrics.record import MOST_CARRIED, Recorder, encode_line
 from elastictrain.rundir import RunDir
+from tests.records import read_records
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

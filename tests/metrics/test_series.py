@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastictrain.metrics.lines import Folder, parse
-from elastictrain.metrics.record import Recorder, read_records
+from elastictrain.metrics.record import Recorder
 from elastictrain.metrics.series import Series, read_series, thin
 from elastictrain.rundir import RunDir
+from tests.records import read_records
 
 
 def write(folder: Path, generation: int, number: int, rows: list[dict[str, Any]], end: str = "\n") -> None:
@@ -40,7 +42,7 @@ def test_values_come_back_as_they_were_logged(tmp_path: Path) -> None:
 
 
 def test_of_steps_done_again_the_later_ones_stay(tmp_path: Path) -> None:
-    """As in :func:`read_records`, whatever is logged and however often a run goes back."""
+    """Line by line it is the same, whatever is logged and however often a run goes back."""
     source = random.Random(0)
     for number in range(30):
         folder = tmp_path / str(number)
@@ -65,6 +67,22 @@ def test_a_validation_of_the_step_that_was_gone_on_from_stays(tmp_path: Path) ->
     write(tmp_path / "metrics", 1, 0, [{"step": 10, "v": 6.0}, {"step": 20, "a": 3.0}])
     found, _ = read_series(RunDir(tmp_path))
     assert found["a"].values.tolist() == [1.0, 3.0] and found["v"].values.tolist() == [6.0]
+
+
+def test_what_is_lost_and_not_yet_done_again_is_not_there(tmp_path: Path) -> None:
+    """A start that goes on from 50 and logs at 100 first has lost 60 to 90, as TensorBoard has it too."""
+    run_dir = RunDir(tmp_path)
+    for generation, steps in enumerate((range(10, 100, 10), (100, 200))):
+        recorder = Recorder(run_dir, generation=generation, start_step=50 * generation)
+        for step in steps:
+            recorder.log(step, step, {"a": float(generation)}, epoch=0)
+        recorder.close()
+    found, _ = read_series(run_dir, starts={0: 0, 1: 50})
+    assert found["a"].steps.tolist() == [10, 20, 30, 40, 50, 100, 200]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("a")] == found["a"].steps.tolist()
+    found, _ = read_series(run_dir, starts={0: 0, 1: 50, 2: 0})
+    assert found["a"].steps.tolist() == []
 
 
 DAMAGED = [

@@ -11,9 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elastictrain.metrics import courier
 from elastictrain.metrics.mirror import copy_new
-from elastictrain.metrics.record import Recorder, read_records
+from elastictrain.metrics.record import Recorder
 from elastictrain.rundir import RunDir
 from tests.checkpoint.proxy import Proxy
+from tests.records import read_records
 
 STEPS, NAMES = 10_000, [f"train/metric_{i:02d}" for i in range(20)]
 

@@ -34,6 +34,7 @@ from elastictrain.metrics.record import Recorder
 from elastictrain.metrics.tensorboard import crc32c, encode_events
 from elastictrain.rundir import RunDir
 from tests.helpers import free_port
+from tests.records import read_records
 
 STEPS = [*range(10, 70, 10), *range(70, 130, 10)]  # what must be drawn: 60 was saved, 70 to 90 were done twice
 
@@ -145,7 +146,7 @@ def test_what_was_taken_over_and_written_after_all_is_there_once(tmp_path: Path,
     second.close()
     wanted = {"a": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)], "b": [(2, 2.0)]}
     assert read(str(tmp_path / "tensorboard")) == wanted
-    found = record.read_records(RunDir(tmp_path))
+    found = read_records(RunDir(tmp_path))
     assert {name: [(line["step"], line[name]) for line in found if name in line] for name in "ab"} == wanted
 
 
@@ -158,6 +159,7 @@ def test_panels_are_drawn_in_the_background_and_at_the_end(tmp_path: Path) -> No
         return {"events": Markdown(f"| drawing |\n|---|\n| {len(drawn)} |"), "nodes": Picture(picture)}
 
     hparams = {"lr": 0.1, "layers": {"num": 3}, "name": "net", "dims": [1, 2], "fused": True}
+    hparams |= {"large": 10**400, "half\ud800": "\udc80"}
     recorder = Recorder(RunDir(tmp_path), generation=0, start_step=0, hparams=hparams, panels=panels)
     for step in (1, 2, 3):
         recorder.log(step, step, {"a": 1.0}, epoch=0)
@@ -178,6 +180,8 @@ def test_panels_are_drawn_in_the_background_and_at_the_end(tmp_path: Path) -> No
         "name": "string_value",
         "dims": "string_value",
         "fused": "bool_value",
+        "large": "string_value",
+        "half\\ud800": "string_value",
     }
 
 

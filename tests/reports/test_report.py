@@ -14,13 +14,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from rich.console import Console
 
 from elastictrain.cli.main import _main
 from elastictrain.metrics.goodput import CAUSES
+from elastictrain.metrics.ledger import read_ledger
+from elastictrain.metrics.timeline import timeline_markdown
 from elastictrain.reports.facts import Report, facts, read_report, waterfall
-from elastictrain.reports.page import page
+from elastictrain.reports.page import _table, page
 from elastictrain.reports.terminal import show
 from elastictrain.rundir import RunDir
 from tests.helpers import elastictrain_command
@@ -228,11 +231,54 @@ def test_damage_is_passed_over_and_counted(tmp_path: Path, run: Path) -> None:
     assert report.title == "run" and report.status["step"] == 400
 
 
+def test_events_that_nobody_knows_are_text_or_damage(tmp_path: Path) -> None:
+    made = Made(tmp_path).run(NODES, until=60)
+    about = {"event": "new", "generation": 0, "node": NODES[0]}
+    made.events += [
+        {**about, "time": "yesterday"},
+        {**about, "to": "x"},
+        {**about, "time": BEGAN, "step": "<img src=x>"},
+    ]
+    made.events.append({**about, "event": "<img src=y>", "time": BEGAN, "step": 3, "<img src=z>": "<img src=z>"})
+    report = read_report(RunDir(made.write()))
+    assert report.num_damaged == {"events": 3}
+    text = page(report)
+    assert "img" not in {tag for tag, _ in Document(text).found} and "&lt;img src=y&gt;" in text
+    assert "<img src=y>" in printed(report) and "img src=y" in timeline_markdown(read_ledger(RunDir(tmp_path)))
+
+
+def test_a_cell_of_a_table_is_text() -> None:
+    assert '<td class="n">&lt;b&gt;</td>' in "".join(_table(["a"], [["<b>"]], text=()))
+
+
+def test_what_is_no_text_and_what_is_too_large_is_told(tmp_path: Path) -> None:
+    made = Made(tmp_path).run(NODES, until=60)
+    made.log(**{"train/loss": -1.5e308, "half\ud800": 1.0})
+    made.step += 1
+    made.log(**{"train/loss": 1.5e308})
+    made.write()
+    (tmp_path / "run.json").write_text(json.dumps({"target": "a\udc80", "settings": {"b\udc81": "\udc82"}}))
+    report = read_report(RunDir(tmp_path))
+    assert "half?" in report.series and report.title == "a?"
+    assert printed(report) and printed(report, width=90)
+    output = tmp_path / "r.html"
+    assert _main(["report", str(tmp_path), "--output", str(output)]) == 0
+    assert "half?" in output.read_text() and not [*tmp_path.glob(".r.html*")]
+
+
+def test_no_password_is_shown(tmp_path: Path, run: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    fs = fsspec.filesystem("memory")
+    fs.put(f"{tmp_path / 'run'}/", "/me:secret@host/run/", recursive=True)
+    report = read_report(RunDir("memory://me:secret@host/run"))
+    assert report.url == "memory://host/run" and "secret" not in page(report) + printed(report)
+
+
 @pytest.mark.slow
 def test_no_damage_is_a_traceback(tmp_path: Path, run: Path) -> None:
     """Bytes lost and bytes changed, and every field of the ledger with another kind of value."""
     source = random.Random(0)
-    values: list[Any] = [None, "x", -1, 1e300, [], {}, True, "2\n3"]
+    values: list[Any] = [None, "x", -1, 1e300, [], {}, True, "2\n3", "\ud800"]
     for number in range(40):
         place = shutil.copytree(run, tmp_path / str(number))
         for file in [*place.glob("events/*"), *place.glob("metrics/*"), place / "run.json"]:
@@ -248,6 +294,8 @@ def test_no_damage_is_a_traceback(tmp_path: Path, run: Path) -> None:
             elif file.suffix == ".jsonl":
                 lines = [json.loads(line) for line in data.decode().splitlines()]
                 for line in source.sample(lines, min(3, len(lines))):
+                    if "event" in line and source.randrange(2):
+                        line["event"] = "another"
                     line[source.choice(list(line))] = source.choice(values)
                 data = bytearray("".join(json.dumps(line) + "\n" for line in lines).encode())
             file.write_bytes(data)

@@ -21,11 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elastictrain import CheckpointConfig, Trainer, UsageError
 from elastictrain import loggers as loggers_module
-from elastictrain.loggers import parse_logger
+from elastictrain.loggers import given_loggers, parse_logger
 from elastictrain.metrics.ledger import start_steps
-from elastictrain.metrics.record import read_records
 from elastictrain.rundir import RunDir
 from tests.helpers import run_ranks
+from tests.records import read_records
 from tests.trainer.tasks import Recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -264,6 +264,25 @@ def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"wandb is not installed: pip install 'elastictrain\[wandb\]'"):
         parse_logger("wandb:project=a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "comet:api_key=hidden,project=a",
+        "my.module:Logger:project=a,API-TOKEN='hid,den'",
+        "csv:save_dir=a,password=hidden",
+        "csv:version={secret=hidden},save_dir=ftp://me:hidden@host/a",
+        "csv:my key=hidden",
+        "csv:nokey,client_secret=hidden",
+    ],
+)
+def test_secrets_are_not_said(text: str) -> None:
+    try:
+        told = given_loggers(text)[0].spec.text
+    except UsageError as error:
+        told = str(error)
+    assert "hidden" not in told and "hid,den" not in told and told.startswith(f"--logger {text[:6]}")
 
 
 def test_a_run_directory_elsewhere_has_no_place_for_files() -> None:
