@@ -109,6 +109,8 @@ def make(spec: Spec, cls: type[Any], arguments: Mapping[str, Any]) -> Any:
 
 _SECRET = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)  # in the name of an argument
 
+_SECRET_INSIDE = re.compile(rf"(?:{_SECRET.pattern})\w*[\"']?\s*[:=]", re.IGNORECASE)
+
 
 def _shown(text: str) -> str:
     """As it may be printed: values of arguments whose names say that they are secret are left out."""
@@ -116,8 +118,8 @@ def _shown(text: str) -> str:
 
 
 def _shown_part(part: str) -> str:
-    name, equals, _ = part.partition("=")
-    is_secret = equals and _SECRET.search(name.rpartition(":")[2])
+    name, equals, value = part.partition("=")
+    is_secret = equals and (_SECRET.search(name.rpartition(":")[2]) or _SECRET_INSIDE.search(value))
     return f"{name}=…" if is_secret else without_user(part)
 
 
