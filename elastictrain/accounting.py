@@ -71,6 +71,7 @@ class Account:
         now = time.time()
         event = {
             "cause": was.cause,
+            "planned": was.is_planned,
             "from_step": max(was.reached, 0),
             "resumed_step": self._first_step,
             "lost_steps": max(0, was.reached - self._first_step),
@@ -81,7 +82,7 @@ class Account:
             "mesh": str(s.mesh.shape),
         }
         self.tell("recovery", event)
-        return {"elastic/recovery_seconds": now - was.ended}
+        return {f"elastic/{'change' if was.is_planned else 'recovery'}_seconds": now - was.ended}
 
     def tell(self, kind: str, event: Mapping[str, Any]) -> None:
         """Something has changed who trains: a line in the ledger, and one for a person. On rank 0."""

@@ -47,7 +47,9 @@ _NEEDS = {  # by class: what must be installed, and how
     "WandbLogger": ("wandb", "pip install 'elastictrain[wandb]'"),
 }
 _CALLS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")
+_OFTEN = ("log_metrics", "save")  # come with every log step
 _REST = 30.0  # seconds in which a logger that has failed is left alone
+_SLOW = 1.0  # seconds that a failure of any call may take; those that come with every log step count in any case
 _SHARE = 10.0  # and so many times as long as the failure took: it costs a tenth of the time at most
 
 
@@ -251,6 +253,8 @@ class _Guard:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if name == "log_metrics" and (args := self._unsent(*args, **kwargs)) is None:
                 return None
+            if name == "log_hyperparams" and self._tracker.has_hparams:
+                return None
             kwargs = {} if name == "log_metrics" else kwargs
             return self._try(call, name, *args, **kwargs)
 
@@ -272,7 +276,8 @@ class _Guard:
             return call(*args, **kwargs)
         except Exception as error:
             ended = time.monotonic()
-            self._resting_until = ended + max(_REST, _SHARE * (ended - started))
+            if name in _OFTEN or ended - started > _SLOW:
+                self._resting_until = ended + max(_REST, _SHARE * (ended - started))
             self.num_failed += 1
             if self.num_failed == 1:
                 log.warning(
@@ -292,5 +297,7 @@ def _guard(tracker: Tracker) -> None:
     for name in _CALLS:
         call = getattr(logger, name, None)
         if call is not None:
-            inner = getattr(call, "__wrapped__", call) if hasattr(call, "_elastictrain_guard") else call
+            earlier = getattr(call, "_elastictrain_guard", None)  # of an earlier generation in this process
+            inner = call if earlier is None else call.__wrapped__
+            guard.num_failed = guard.num_failed if earlier is None else earlier.num_failed
             setattr(logger, name, guard.around(inner, name))

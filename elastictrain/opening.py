@@ -100,6 +100,7 @@ def open_session(
                 history["ended"],
                 int(history["reached"]),
                 int(history["nodes"]) if "nodes" in history else None,
+                is_planned="planned" in history,
             )
     publishes_to = membership.publishes_to if purpose == "fit" else None
     return Session(

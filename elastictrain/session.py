@@ -72,19 +72,21 @@ class Counters:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A failure that the generation before has ended with.
+    """What the generation before has ended with: a failure, or a change that its nodes had agreed on.
 
     Args:
         cause: in words.
         ended: when, seconds since the epoch.
         reached: finished steps by then; -1 if none.
         nodes: that took part in it; None: not known.
+        is_planned: nodes joined or left in good order, nothing failed.
     """
 
     cause: str
     ended: float
     reached: int
     nodes: int | None = None
+    is_planned: bool = False
 
 
 @dataclass

@@ -124,6 +124,7 @@ def rows(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"    {cause}: {format_seconds(seconds)}"
     for one in found["recoveries"]:
         took = format_seconds(one["seconds"]["total"])
-        yield f"  recovery: {one['cause']}; {one['lost_steps']} steps done again, {took}"
+        what = "planned change" if one["planned"] else "recovery"
+        yield f"  {what}: {one['cause']}; {one['lost_steps']} steps done again, {took}"
     if found["num_damaged"]:
         yield f"  note: {found['num_damaged']} damaged lines were passed over"

@@ -36,9 +36,11 @@ class Tracker:
     Attributes:
         kind: what it is called.
         given: what names its run there, if whoever made the logger chose it; a string or a number.
+        has_hparams: the run has hyperparameters already, and refuses others.
     """
 
     kind = ""
+    has_hparams = False
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
@@ -182,8 +184,9 @@ class _MLflow(Tracker):
         if going_on and run_id is not None:
             client.update_run(run_id, status="RUNNING")
             if step is not None:
-                there = client.get_run(run_id).data.to_proto().metrics
-                self._last = {metric.key: int(metric.step) for metric in there}
+                there = client.get_run(run_id).data.to_proto()
+                self._last = {metric.key: int(metric.step) for metric in there.metrics}
+                self.has_hparams = bool(there.params)
 
     def unsent(self, metrics: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
         if step is None or not self._last:

@@ -191,7 +191,8 @@ class Agent(PlacedAgent):
             settings=self._config.settings,
             node=self._config.node,
             job=self._config.job,
-            history={**self._history, "began": self._handler.began, "formed": self._handler.formed},
+            history={**self._history, "began": self._handler.began, "formed": self._handler.formed}
+            | ({"planned": 1.0} if self._handler.is_planned and not self._failure else {}),
             cause=self._failure or ((self._handler.reason or NODES_CHANGED) if "ended" in self._history else ""),
             publishes=self._published is not None,
         ).write(assignment)

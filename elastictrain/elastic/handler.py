@@ -268,6 +268,7 @@ class RunRendezvous(GenerationHandler):
             generation = self._wait_for_generation(after, deadline)
             info = self._meet(generation, deadline)
             if info is not None:
+                self.is_planned = generation.boundary >= 0 and generation.number == self._current.number + 1
                 self._current, self.job_id, self.members = generation, generation.job, generation.members
                 self.rank = info.rank
                 self.reason = "; ".join(dict.fromkeys(self._reasons))

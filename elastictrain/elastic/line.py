@@ -58,7 +58,8 @@ class Assignment:
         job_id: the same for all workers of all generations on all nodes of this run, and for no others.
         history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
             and was ``formed``; from the second generation on also when the one before ``ended``, the number of steps
-            that it had ``reached``, -1 for none, and of ``nodes`` that took part in it.
+            that it had ``reached``, -1 for none, and of ``nodes`` that took part in it; ``planned`` is there where its nodes
+            had agreed on its end.
         cause: why that one ended, in words.
         publishes: workers leave the newest values beside this file, for whoever asks the agent.
     """

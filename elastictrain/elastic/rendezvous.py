@@ -43,6 +43,7 @@ class GenerationHandler(RendezvousHandler):
         members: of this generation, in the order of their ranks, each with the number of its workers.
         rank: this node's place among them.
         reason: why this generation was formed, in words; empty where nobody came or went.
+        is_planned: the one before had agreed on it, and on the step at which it ended.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
         began, formed: when the last rendezvous began and ended, seconds since the epoch.
         loss_seconds: how long a loss may take to be known, where workers have lost a peer.
@@ -59,6 +60,7 @@ class GenerationHandler(RendezvousHandler):
     rank: int = 0
     address: str | None = None
     reason: str = ""
+    is_planned: bool = False
     waiting: bool = False
     began: float = 0.0
     formed: float = 0.0

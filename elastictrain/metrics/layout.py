@@ -34,7 +34,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
     "Elasticity": {
         "ranks": ["elastic/world_size$"],
         "generation": ["elastic/generation$"],
-        "seconds of a recovery": ["elastic/recovery_seconds$"],
+        "seconds of a recovery": ["elastic/recovery_seconds$", "elastic/change_seconds$"],
     },
     "Checkpoints": {
         "seconds": ["checkpoint/stall_seconds$", "checkpoint/seconds$"],

@@ -14,9 +14,10 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
 | ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
 
-A recovery also says who trains now: ``ranks``, ``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of
-segments have ``node``, which tells one node's agent from all others; times are in seconds since the epoch. ``reached`` is
-how many steps its workers had finished when they ended before this start, as the agent saw it; -1 if that is not known.
+A recovery with ``planned`` true is none: nodes joined or left in good order. It also says who trains now: ``ranks``,
+``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of segments have ``node``, which tells one node's
+agent from all others; times are in seconds since the epoch. ``reached`` is how many steps its workers had finished when
+they ended before this start, as the agent saw it; -1 if that is not known.
 
 So that what is read and written stays bounded, a node replaces every :data:`_MANY` of its segments by one with fewer lines,
 and a later start all segments of earlier ones (``g000004-000000-sum.jsonl``): :mod:`elastictrain.metrics.condensed` has how,

@@ -38,7 +38,8 @@ def status(
         ``state`` ("running", "silent", "finished", "interrupted", "preempted", "changing": nodes come or go), ``seen``
         (seconds since the epoch of the last sign of life), ``generation``, ``world_size``, ``mesh``, ``step``, ``samples``,
         ``tokens``, ``nodes``, ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``, ``lost_seconds`` by cause,
-        ``total_seconds``, both over all nodes), and ``recoveries``.
+        ``total_seconds``, both over all nodes), and ``recoveries``, of which those that are ``planned`` are changes in good
+        order.
     """
     start = max(_of(lines, "start"), key=lambda line: line["generation"])
     here = [line for line in lines if line["generation"] == start["generation"]]
@@ -66,7 +67,9 @@ def status(
     found["last_checkpoint"] = None if saved is None else {"step": saved["step"], "path": without_user(saved["path"])}
     found["goodput"] = {"percent": account.percent, "lost_seconds": account.lost, "total_seconds": account.total}
     fields = ("time", "cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
-    found["recoveries"] = [{name: line[name] for name in fields} for line in _of(lines, "recovery")]
+    found["recoveries"] = [
+        {name: line[name] for name in fields} | {"planned": is_planned(line)} for line in _of(lines, "recovery")
+    ]
     return found
 
 
@@ -75,6 +78,11 @@ def silence(age: str) -> str:
     return (
         f"nothing was heard for {age}; it may be in a long step, or was killed: then the same command goes on with it"
     )
+
+
+def is_planned(change: Mapping[str, Any]) -> bool:
+    """Whether a line about a recovery tells of nodes that joined or left in good order, and not of a failure."""
+    return change.get("planned") is True
 
 
 def require_begun(run_dir: RunDir, lines: Sequence[Mapping[str, Any]]) -> None:

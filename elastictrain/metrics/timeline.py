@@ -62,7 +62,7 @@ class Mark:
     """Something that happened at one moment.
 
     Args:
-        kind: "start", "end", "recovery", "checkpoint", or what else the ledger calls an event.
+        kind: "start", "end", "recovery", "change" (a planned one), "checkpoint", or what else the ledger calls an event.
         time: seconds since the epoch; of a recovery, and what is like one, when training stopped.
         text: one line for a person.
     """
@@ -194,7 +194,8 @@ def _marks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
         else:
             about = {k: v for k, v in line.items() if k not in ("event", "generation", "node", "time", "step")}
             text = ", ".join(str(v) if k == "text" else f"{k} {v}" for k, v in about.items())
-        yield Mark(event, time, generation, step, _one_line(text))
+        kind = "change" if event == "recovery" and line.get("planned") is True else event
+        yield Mark(kind, time, generation, step, _one_line(text))
 
 
 def _size(line: Mapping[str, Any]) -> str:

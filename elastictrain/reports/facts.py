@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastictrain.metrics.console import format_count, format_percent, format_se
 from elastictrain.metrics.goodput import CAUSES, USEFUL, Goodput, summed
 from elastictrain.metrics.lines import Line, as_unicode
 from elastictrain.metrics.series import ABOUT_THE_RUN, Series, read_series
-from elastictrain.metrics.status import require_begun, status
+from elastictrain.metrics.status import is_planned, require_begun, status
 from elastictrain.metrics.timeline import Mark, Timeline, timeline
 from elastictrain.rundir import RunDir, without_user
 
@@ -201,14 +201,19 @@ def facts(report: Report) -> list[tuple[str, str]]:
         rows.append(("goodput", f"{format_percent(account.percent)} of {format_seconds(account.total)} on all nodes"))
     rows.append(("time", f"{format_seconds(run.end - run.begin)} from the first start to the last sign of life"))
     rows.append(("ranks", f"{ranks}" + (f" ({found['mesh']})" if found["mesh"] else "")))
-    failures = len(found["recoveries"])
-    rows.append(
-        ("starts", f"{len(run.starts)}, of them {failures} after a failure" if failures else f"{len(run.starts)}")
-    )
+    rows.append(("starts", _starts(len(run.starts), found["recoveries"])))
     for name, series in [*report.losses.items(), *report.quality.items()]:
         rows.append((name, in_words(series)))
     rows.append(("run directory", report.url))
     return rows + _what(report.about)
+
+
+def _starts(num: int, recoveries: Sequence[Mapping[str, Any]]) -> str:
+    """``5, of them 2 after a failure, 1 after a planned change``."""
+    planned = sum(map(is_planned, recoveries))
+    told = ((len(recoveries) - planned, "a failure"), (planned, "a planned change"))
+    after = [f"{count} after {what}" for count, what in told if count]
+    return f"{num}, of them {', '.join(after)}" if after else str(num)
 
 
 def _what(about: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -244,6 +249,11 @@ def mark_in_words(mark: Mark, run: Timeline) -> str:
     step = "" if mark.step is None else f" at step {mark.step}"
     when = format_seconds(max(0.0, mark.time - run.begin))
     return f"after {when}: {mark.kind}, generation {mark.generation}{step}: {mark.text}"
+
+
+def cause_of(change: Mapping[str, Any]) -> str:
+    """Why who trains has changed, with a word where that was planned."""
+    return f"{change['cause']} (planned)" if is_planned(change) else str(change["cause"])
 
 
 def who(change: Mapping[str, Any]) -> str:

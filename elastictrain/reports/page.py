@@ -18,9 +18,10 @@ from typing import Any
 from elastictrain.metrics.console import format_count, format_percent, format_seconds, format_value
 from elastictrain.metrics.goodput import USEFUL
 from elastictrain.metrics.series import Series
+from elastictrain.metrics.status import is_planned
 from elastictrain.metrics.timeline import COLORS
 from elastictrain.reports.chart import chart, sparkline
-from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, meaning, waterfall, who
+from elastictrain.reports.facts import Report, cause_of, damage_in_words, facts, in_words, meaning, waterfall, who
 from elastictrain.reports.gantt import gantt
 
 _MAX_ROWS = 200  # of a table; the newest
@@ -83,7 +84,7 @@ def _head(report: Report) -> Iterable[str]:
     if report.account.percent is not None:
         figures.append(("goodput", format_percent(report.account.percent)))
     figures.append(("ranks", str(found["world_size"])))
-    figures.append(("recoveries", str(len(found["recoveries"]))))
+    figures.append(("recoveries", str(sum(not is_planned(one) for one in found["recoveries"]))))
     for name, series in [*report.losses.items(), *report.quality.items()][:2]:
         good = series.finite.values
         figures.append((name, format_value(float(good[-1])) if len(good) else "not finite"))
@@ -171,8 +172,8 @@ def _nodes(report: Report) -> Iterable[str]:
     )
     yield f'<ul class="legend">{causes}</ul><div class="wide">{gantt(run)}</div>'
     yield (
-        '<p class="note">Lines with g0, g1, … are where a start of the run began. Triangles above are failures and ends,'
-        " diamonds below are checkpoints.</p>\n</section>"
+        '<p class="note">Lines with g0, g1, … are where a start of the run began. Triangles above are failures, changes and'
+        " ends, diamonds below are checkpoints.</p>\n</section>"
     )
 
 
@@ -185,7 +186,7 @@ def _recoveries(report: Report) -> Iterable[str]:
     rows = [
         [
             _after(report, one["time"] - one["seconds"]["total"]),
-            one["cause"],
+            cause_of(one),
             who(one),
             *(str(one[name]) for name in ("generation", "from_step", "resumed_step", "lost_steps")),
             *(format_seconds(one["seconds"][p]) if p in one["seconds"] else "" for p in _PHASES),
@@ -194,7 +195,7 @@ def _recoveries(report: Report) -> Iterable[str]:
     ]
     names = ["after", "cause", "goes on", "generation", "at step", "from step", "lost"]
     yield from _table([*names, *(name.replace("_", " ") for name in _PHASES)], rows, text=(1, 2))
-    yield '<p class="note">Lost: steps that were done again. Total: from the failure to the end of the next step.</p>'
+    yield '<p class="note">Lost: steps that were done again. Total: from then to the end of the next step.</p>'
     yield "</section>"
 
 

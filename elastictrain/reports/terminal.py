@@ -26,7 +26,17 @@ from elastictrain.metrics.picture import rows_to_draw
 from elastictrain.metrics.series import Series, thin
 from elastictrain.metrics.timeline import COLORS, columns
 from elastictrain.reports.chart import vertical
-from elastictrain.reports.facts import Report, damage_in_words, facts, in_words, mark_in_words, meaning, waterfall, who
+from elastictrain.reports.facts import (
+    Report,
+    cause_of,
+    damage_in_words,
+    facts,
+    in_words,
+    mark_in_words,
+    meaning,
+    waterfall,
+    who,
+)
 
 _MAX_ROWS = 12  # of a table; the newest
 _MAX_NODES = 24
@@ -201,7 +211,7 @@ def _recoveries(report: Report, console: Console) -> None:
         after = format_seconds(max(0.0, one["time"] - took["total"] - report.timeline.begin))
         table.add_row(
             after,
-            Text(", ".join(filter(None, (one["cause"], who(one))))),
+            Text(", ".join(filter(None, (cause_of(one), who(one))))),
             *numbers,
             format_seconds(took["total"]),
             phases,

@@ -123,3 +123,4 @@ def test_nodes_come_go_and_die_and_the_losses_stay(cluster: Cluster, tmp_path: P
     changes = [line for line in read_ledger(RunDir(cluster.run_dir)) if line["event"] == "recovery"]
     assert [line["cause"].split()[0] for line in changes] == ["joined", "left", "lost"]
     assert [line["lost_steps"] for line in changes[:2]] == [0, 0]
+    assert [line["planned"] for line in changes] == [True, True, False], "only the last one is a failure"

@@ -178,6 +178,26 @@ def test_runs_in_every_state(tmp_path: Path, outcome: str | None, age: float, to
     assert told in printed(report)
 
 
+def test_what_was_planned_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path).run(NODES, until=100).run(NODES[:3], until=150, resumed=100, cause="node-10 left")
+    made.events[-1 - next(i for i, line in enumerate(reversed(made.events)) if line["event"] == "recovery")][
+        "planned"
+    ] = True
+    made.run(NODES[:2], until=200, resumed=150, cause="node-3 was lost").end()
+    report = read_report(RunDir(made.write()))
+    assert dict(facts(report))["starts"] == "3, of them 1 after a failure, 1 after a planned change"
+    assert [one["planned"] for one in report.status["recoveries"]] == [True, False]
+    assert [mark.kind for mark in report.timeline.marks if mark.kind in ("change", "recovery")] == [
+        "change",
+        "recovery",
+    ]
+    text = page(report)
+    assert "node-10 left (planned)" in text and "node-3 was lost (planned)" not in text
+    assert _main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "  planned change: node-10 left; 0 steps" in out and "  recovery: node-3 was lost; " in out
+
+
 def test_what_a_task_logs_has_charts(tmp_path: Path) -> None:
     """Losses share one; other values have one each, validation first; the rest is in the table."""
     made = Made(tmp_path).run(NODES, until=50)

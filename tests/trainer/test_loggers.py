@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elastictrain import CheckpointConfig, Trainer, UsageError
 from elastictrain import loggers as loggers_module
-from elastictrain.loggers import given_loggers, parse_logger
+from elastictrain.loggers import Loggers, given_loggers, parse_logger
 from elastictrain.metrics.ledger import start_steps
 from elastictrain.rundir import RunDir
 from tests.helpers import run_ranks
@@ -226,6 +226,33 @@ def test_a_logger_that_fails_later_stops_nothing(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("the fails logger fails (OSError: no route): training goes on") == 1
     assert "7 calls of the fails logger were in vain" in caplog.text, "steps 3 to 7, an epoch, and its end"
     assert list(losses(rows(tmp_path / "logs" / "version_0"))) == list(range(7)), "the others are told everything"
+
+
+def test_one_call_that_fails_costs_only_itself_and_is_counted_through_generations(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Half(Fails):
+        num_values = 0
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("refused")
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.num_values += 1
+
+    logger = Half()
+    for step in range(3):  # a process that lives on connects the same object again
+        given = Loggers([logger], run_dir=None, must_work=True)
+        given.prepare(lambda ask: ask())
+        given.connect(lambda ask: ask(), step=step)
+        logger.log_hyperparams({"a": 1})
+        logger.log_metrics({"loss": 1.0}, step)
+    given._trackers[0][1].has_hparams = True
+    logger.log_hyperparams({"a": 2})  # the run has others, and would refuse these
+    logger.finalize("success")
+    assert logger.num_values == 3
+    assert caplog.text.count("the half logger fails (OSError: refused)") == 1
+    assert "4 calls of the half logger were in vain" in caplog.text
 
 
 @pytest.mark.slow

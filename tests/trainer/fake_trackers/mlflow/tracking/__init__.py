@@ -23,7 +23,8 @@ class MlflowClient:
         for line in server.lines("log", run_id):
             for key, step in line["steps"].items():
                 last[key] = SimpleNamespace(key=key, step=max(step, last[key].step if key in last else 0))
-        data = SimpleNamespace(to_proto=lambda: SimpleNamespace(metrics=list(last.values())))
+        params = [key for line in server.lines("log", run_id) for key in line["params"]]
+        data = SimpleNamespace(to_proto=lambda: SimpleNamespace(metrics=list(last.values()), params=params))
         return SimpleNamespace(info=SimpleNamespace(experiment_id="0"), data=data)
 
     def update_run(self, run_id: str, status: str) -> None:
@@ -34,4 +35,4 @@ class MlflowClient:
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         values, steps = {m.key: m.value for m in metrics}, {m.key: m.step for m in metrics}
-        server.send("log", run=run_id, values=values, steps=steps)
+        server.send("log", run=run_id, values=values, steps=steps, params={p.key: p.value for p in params})
