@@ -148,13 +148,19 @@ class Announcer:
         s = self._session
         if loop is not None:
             self._ended(loop)
+        told: list[tuple[str, Callable[[], Any]]] = []
         if s.has_data and "built" in s.__dict__:
             info = s.info()
-            for callback in s.callbacks:
-                try:
-                    callback.on_generation_end(info)
-                except Exception as error:  # another process would not have been asked
-                    log.warning("%s.on_generation_end: %s: %s", callback.name, type(error).__name__, error)
+            told += [(f"{one.name}.on_generation_end", partial(one.on_generation_end, info)) for one in s.callbacks]
+        if getattr(s, "hooks", None) is not None:  # setup has been called, and will be again
+            if s.datamodule is not None:
+                told.append(("the data module's teardown", partial(s.datamodule.teardown, stage=s.purpose)))
+            told.append(("teardown", partial(s.hooks.everyone, "teardown", stage=s.purpose)))
+        for what, tell in told:
+            try:
+                tell()
+            except Exception as error:  # another process would not have been asked
+                log.warning("%s: %s: %s", what, type(error).__name__, error)
 
     def fail(self, error: BaseException) -> None:
         """``error`` ended the session; it is raised after this."""

@@ -9,31 +9,42 @@ When a worker dies, the others of its generation are alive, and wait for it in a
    training (:mod:`elastictrain.origin`): nothing of the old generation can be reached any more;
 4. says so, waits for its place in the next generation, and begins like a new process, but for its imports.
 
-**What outlives a generation in a process:** the interpreter and its imports; the user's objects, put back;
+**What outlives a generation in a process:** the interpreter and its imports, with all that the user's code has left outside
+of the objects that ``fit`` was given: module globals, class attributes, ``os.environ``; those objects, put back, and the
+data that they share with what they were (:mod:`elastictrain.origin`);
 :class:`~elastictrain.elastic.membership.AgentMembership` with its line to the agent and its signal handlers; the writer
-process of a save that is under way, which ends by itself. Nothing else.
+process of a save that is under way, which ends by itself. The generators of random numbers are put back to where they were
+when ``fit`` began, as in a new process.
 
 On failure: a process that cannot go on like this says so beforehand (:attr:`Lives.problem`), and is then replaced like one
 that has died. So is one that is not done with the old generation in time. An error that is no consequence of a lost peer is
-the process's own: it ends with it.
+the process's own: it ends with it. What goes wrong between two generations ends the process, with one line that says what.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from elastictrain.config import StepPlan
+import torch
+
+from elastictrain.compat.torch import compiled_frames, is_compiled
+from elastictrain.data.randomness import Generators
 from elastictrain.elastic.membership import AgentMembership, Membership
 from elastictrain.errors import NothingKept, is_lost_peer
 from elastictrain.origin import CannotCopy, Origin, why_not
-from elastictrain.parallel.mesh import Ranks, abandon, sever
+from elastictrain.parallel.mesh import abandon, sever, severance
+from elastictrain.session import Session
+
+log = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 1.0  # that an error of unknown kind may turn out to be a consequence of another worker's end
 ANSWER_SECONDS = 60.0  # for the agent to say what comes next
 CHANGE_SECONDS = 600.0  # the same, where the workers of other nodes may still write a checkpoint
+COMPILES = "torch.compile keeps meshes alive"
 
 _has_trained = False  # a script may train several times: a new process would be in its first training meanwhile
 
@@ -54,6 +65,8 @@ class Lives:
         global _has_trained
         self._mine = membership if isinstance(membership, AgentMembership) else None
         self._origin: Origin | None = None
+        self._generators: Generators | None = None
+        self._is_between = self._has_frozen = False
         self.problem: str | None = None
         self.needs_state = False
         if self._mine is None:
@@ -63,7 +76,10 @@ class Lives:
         else:
             self.problem = next(filter(None, map(why_not, loaders)), None) or self._keep(things)
         _has_trained = True
-        gc.freeze()  # what is there by now stays: begin_again() need not look at it
+        if self.problem is None:
+            gc.collect()  # what is frozen now is not looked at again, nor ever freed if it is garbage
+            gc.freeze()  # begin_again() need not look at imports
+            self._has_frozen = True
 
     def _keep(self, things: Sequence[Any]) -> str | None:
         try:
@@ -81,16 +97,28 @@ class Lives:
 
     def enter(self) -> None:
         """A generation begins."""
+        self._is_between = False
         if self._mine is not None and self.problem is None:
-            self._mine.line.when_over(sever)
+            self._mine.line.when_over(severance(), generation=self._mine.generation)
             self._mine.can_go_on(True)
 
-    def check(self, plan: StepPlan, ranks: Ranks) -> None:
+    def draw_alike(self, device: torch.device) -> None:
+        """Before the user's code is called in a generation: random numbers are those that a new process would draw here."""
+        if self._generators is None:
+            self._generators = Generators.now(device)
+        else:
+            self._generators.put_back(device)
+
+    def check(self, session: Session) -> None:
         """Is there anything in how it trains that could not be forgotten?"""
-        if self.problem is None and plan.compilation is not None:
-            self._cannot("torch.compile keeps meshes alive")
+        ranks, shape = session.ranks, session.mesh.shape
+        if self.problem is None and (session.plan.compilation is not None or is_compiled(session.task)):
+            self._cannot(COMPILES)
         if self.problem is None and ranks.world_size > 1 and not ranks.owns_group:
             self._cannot("the script has made the process group")
+        if self.problem is None and ranks.device.type == "cuda" and (shape.tp > 1 or shape.cp > 1):
+            # each thread has one, autograd has threads for each GPU, and a stale one makes numbers wrong, silently
+            self._cannot("on GPUs, autograd's threads keep what DTensor caches of a mesh with tp or cp")
 
     def _cannot(self, problem: str) -> None:
         self.problem = problem
@@ -103,6 +131,19 @@ class Lives:
             self._mine.can_go_on(False)
             self._mine.line.when_over(None)
 
+    def close(self) -> None:
+        """``fit`` ends, well or not."""
+        if self._has_frozen:
+            gc.unfreeze()
+
+    def gave_up(self, error: Exception) -> None:
+        """``error`` ends ``fit``. Between two generations the agent would take no report of it."""
+        if self._is_between and self._mine is not None:
+            text = f"{type(error).__name__}: {error}"
+            log.error(
+                "worker rank %d could not go on in the next generation, and is replaced: %s", self._mine.rank, text
+            )
+
     def goes_on(self, error: BaseException) -> bool:
         """``error`` has ended the generation here: does this process go on in another one?"""
         mine = self._mine
@@ -111,11 +152,13 @@ class Lives:
         if isinstance(error, NothingKept):
             self._cannot(str(error))
             return False
+        if compiled_frames():
+            self._cannot(COMPILES)
+            return False
         try:
             if is_lost_peer(error):
-                sever()  # others that wait for this one are let go as well
-                if not mine.is_over:
-                    mine.lost_others(error)
+                if not self._tell(error, mine):
+                    return False
                 is_over = mine.line.wait_until_over(mine.generation, seconds=ANSWER_SECONDS)
             else:
                 doubt = DOUBT_SECONDS if mine.world_size > 1 else 0.0  # alone, there is nobody to lose
@@ -124,18 +167,38 @@ class Lives:
             is_over = False
         if not is_over:
             self._cannot("it has failed")
+        self._is_between = is_over
         return is_over
+
+    def _tell(self, error: Exception, mine: AgentMembership) -> bool:
+        """The others and the agent, that this process has lost somebody. False: the agent cannot be told."""
+        try:
+            sever()  # others that wait for this one are let go as well
+        except Exception as another:
+            log.warning("the process groups were not aborted: %s: %s", type(another).__name__, another)
+        try:
+            if not mine.is_over:
+                mine.lost_others(error)
+        except OSError as another:  # such as a full disk
+            error.add_note(f"then, as that was reported, {type(another).__name__}: {another}")
+            self._cannot("it cannot report what it has lost")
+            return False
+        return True
 
     def goes_on_after_change(self) -> bool:
         """All ranks have stopped for nodes that come or go: does this process go on in the next generation?"""
         mine = self._mine
         if mine is None or self.problem is not None:
             return False
+        if compiled_frames():
+            self._cannot(COMPILES)
+            return False
         mine.handed_over()
         try:
-            return mine.line.wait_until_over(mine.generation, seconds=CHANGE_SECONDS)
+            self._is_between = mine.line.wait_until_over(mine.generation, seconds=CHANGE_SECONDS)
         except SystemExit:  # the agent has no place for it
             return False
+        return self._is_between
 
     def begin_again(self) -> None:
         """Forget the generation, and wait for the next place; everything of it has been closed.
@@ -149,6 +212,8 @@ class Lives:
         self._origin.restore()
         self.needs_state = self._origin.has_weights
         gc.collect()  # modules and their hooks hold each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the next generation may need other sizes
         self._mine.next_place()
 
 

@@ -89,6 +89,7 @@ def open_session(
         mesh=settings.mesh,
         nodes=node_names(membership.node),
         is_over=lambda: membership.is_over,
+        has_agent=membership.has_agent,
     )
     set_main_rank(ranks.rank)
     history, recovery = {}, None

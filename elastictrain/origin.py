@@ -5,8 +5,9 @@ leave attributes behind. :class:`Origin` keeps what the objects were; :meth:`Ori
 objects, so that whoever holds them, such as the script that made them, holds the trained ones in the end.
 
 Attributes are copied deeply. Not copied, but shared: other modules and callbacks among those objects; what is taken for data
-(whatever is read by index and is no container of Python's own, tensors that are neither weights nor buffers and larger than
-:data:`DATA_BYTES`, and containers of more than :data:`MANY` things); open files, consoles and loggers. Of weights only
+(objects such as data sets, which are read by index and are not written by index; arrays, byte arrays, and tensors that are
+neither weights nor buffers, each larger than :data:`DATA_BYTES`; Python's containers of more than :data:`MANY` things), to a
+depth of a few attributes; open files, consoles and loggers. What training changes in data stays changed. Of weights only
 shape, type and place are kept, since training goes on from a snapshot or checkpoint that has them:
 :attr:`Origin.has_weights` says whether there were any, that a fresh start would need.
 
@@ -21,8 +22,10 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -32,6 +35,7 @@ DATA_BYTES = 1 << 20
 MANY = 10_000
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, str, bytes)
 _OUTSIDE = (Console, io.IOBase, logging.Logger)
+_NOT_ENTERED = (type, ModuleType, FunctionType, MethodType, nn.Module)
 
 
 class CannotCopy(Exception):
@@ -142,27 +146,34 @@ def _copy(name: str, value: Any, shared: dict[int, Any]) -> Any:
     return copy.deepcopy(value, shared)
 
 
-def _begins_again(value: Any) -> bool:
-    """Is it data that is as new however often it was read?"""
+def _is_data(value: Any) -> bool:
+    """Is it as new however often it was read, or too large to be copied?"""
     if isinstance(value, DataLoader):
         return why_not(value) is None
+    if isinstance(value, (Tensor, np.ndarray)):
+        return not isinstance(value, nn.Parameter) and value.nbytes > DATA_BYTES
+    if isinstance(value, bytearray):
+        return len(value) > DATA_BYTES
     if isinstance(value, _CONTAINERS):
         return len(value) > MANY
-    is_stream = isinstance(value, (IterableDataset, Tensor, nn.Module, type))
-    return not is_stream and hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    kind = type(value)
+    is_read = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not hasattr(kind, "__setitem__")
+    return is_read and not isinstance(value, (IterableDataset, nn.Module, type))
 
 
 def _find_data(value: Any, shared: dict[int, Any], *, depth: int) -> None:
     """Add what is data to the things that are shared."""
-    if isinstance(value, Tensor):
-        is_data = not isinstance(value, nn.Parameter) and value.numel() * value.element_size() > DATA_BYTES
-        if is_data and id(value) not in shared:
-            shared[id(value)] = value
-    elif isinstance(value, _OUTSIDE) or _begins_again(value):
+    if id(value) in shared:
+        return
+    if isinstance(value, _OUTSIDE) or _is_data(value):
         shared[id(value)] = value
-    elif depth and isinstance(value, dict):
-        for one in list(value.values()):
-            _find_data(one, shared, depth=depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for one in value:
-            _find_data(one, shared, depth=depth - 1)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif not isinstance(value, _NOT_ENTERED):
+        parts = list(getattr(value, "__dict__", {}).values())
+    for one in parts if depth else ():
+        _find_data(one, shared, depth=depth - 1)

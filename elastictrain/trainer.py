@@ -167,8 +167,14 @@ class Trainer:
             raise UsageError("how long to train is not known: give max_steps or max_epochs")
         membership = current()
         lives = Lives(membership, [task, datamodule, *self._callbacks], loaders=[train_dataloaders, val_dataloaders])
-        while not self._train(lives, membership, task, datamodule, (train_dataloaders, val_dataloaders)):
-            lives.begin_again()
+        try:
+            while not self._train(lives, membership, task, datamodule, (train_dataloaders, val_dataloaders)):
+                lives.begin_again()
+        except Exception as error:
+            lives.gave_up(error)
+            raise
+        finally:
+            lives.close()
         if self.stopped is StopReason.CHANGE:  # this process cannot, and is not to do anything else
             raise SystemExit(EXIT_CHANGED)
 
@@ -183,9 +189,10 @@ class Trainer:
             lives.enter()
             session = self._open(task, datamodule, purpose="fit", membership=membership)
             session.needs_state = lives.needs_state
+            lives.draw_alike(session.ranks.device)
             builder = Builder(session)
             builder.build_for_fit(*data)
-            lives.check(session.plan, session.ranks)
+            lives.check(session)
             evaluator = Evaluator(session, builder.runner)
             resumption = builder.resumption
             loop = FitLoop(session, builder.runner, evaluator, resumption.manager, is_stored=resumption.is_stored)

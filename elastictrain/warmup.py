@@ -1,10 +1,15 @@
 """What a worker pays for once, paid before it has a place in the run: imports, and the first use of everything.
 
 A spare trains a toy model for one step, sharded over a mesh of this process alone, and then forgets that mesh, exactly as a
-worker does whose generation is over. It touches no GPU: its memory belongs to those who train.
+worker does whose generation is over. None of that touches a GPU, whose memory belongs to those who train. A spare also
+imports the user's file: what its top level does to a GPU is done in every spare.
+
+On failure: whatever is raised leaves no process group behind; the spare is then a cold one.
 """
 
 from __future__ import annotations
+
+import gc
 
 import torch
 import torch.distributed as dist
@@ -19,6 +24,15 @@ from elastictrain.parallel.mesh import abandon
 
 def warm_up() -> None:
     """Takes seconds, and leaves nothing but warm caches."""
+    try:
+        _train_a_step()
+    finally:
+        abandon()
+    gc.collect()
+    gc.freeze()  # the imports: who looks for garbage later need not look at them
+
+
+def _train_a_step() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
@@ -31,5 +45,3 @@ def warm_up() -> None:
         weight.detach().zero_()
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    del model, optimizer, mesh
-    abandon()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,22 @@ class Counting(Callback):
         self.best = {"loss": 3.0}
 
 
+class History:
+    def __init__(self) -> None:
+        self.items = {0: "first"}
+        self.corpus = torch.arange(DATA_BYTES)
+        self.note = np.zeros(3)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, at: int) -> str:
+        return self.items[at]
+
+    def __setitem__(self, at: int, item: str) -> None:
+        self.items[at] = item
+
+
 class Model(Task):
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +49,9 @@ class Model(Task):
         self.weights = [self.inner.weight]
         self.history: list[Any] = [1]
         self.corpus = torch.arange(DATA_BYTES)
+        self.averages, self.states = np.zeros(3), bytearray(3)
+        self.large = np.zeros(DATA_BYTES)
+        self.log_book = History()
         self.samples = TensorDataset(torch.arange(4))
         self.rows = [[number] for number in range(MANY + 1)]
         self.inner.register_forward_hook(self.note)
@@ -47,6 +67,7 @@ class Wrapped(nn.Linear):
 def test_the_same_objects_are_what_they_were() -> None:
     task, callback = Model(), Counting()
     inner, corpus, samples, rows, norm = task.inner, task.corpus, task.samples, task.rows, task.norm
+    large, log_book = task.large, task.log_book
     names = set(task.__dict__)
     origin = Origin([task, callback])
     assert origin.has_weights
@@ -65,6 +86,10 @@ def test_the_same_objects_are_what_they_were() -> None:
         task.train()
         task.norm(torch.randn(4, 3))
         task.corpus[0] = -1
+        task.averages += 1
+        task.states[0] = 7
+        task.log_book[1] = "second"
+        task.log_book.note += 1
 
         origin.restore()
         assert (callback.seen, callback.best, task.history) == ([], {"loss": 3.0}, [1])
@@ -76,6 +101,9 @@ def test_the_same_objects_are_what_they_were() -> None:
         assert torch.equal(restored, torch.arange(DATA_BYTES, dtype=torch.float32))
         assert torch.equal(task.norm.running_mean, torch.zeros(3)) and task.norm.num_batches_tracked == 0
         assert task.corpus is corpus and task.samples is samples and task.rows is rows, "data is shared"
+        assert not task.averages.any() and task.states == bytearray(3) and task.large is large
+        assert task.log_book is not log_book and task.log_book.items == {0: "first"} and not task.log_book.note.any()
+        assert task.log_book.corpus is log_book.corpus, "data is shared wherever it is"
         task.inner(torch.ones(1, 3))
         assert task.history == [1, "forward"], "the hook is the module's own, and sees it"
         task.history.remove("forward")

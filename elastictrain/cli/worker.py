@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import runpy
 import sys
@@ -22,6 +23,8 @@ from elastictrain.elastic.membership import AgentMembership, current
 from elastictrain.elastic.report import guarded
 from elastictrain.elastic.stalls import STACKS
 from elastictrain.errors import EXIT_USAGE
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -37,10 +40,13 @@ def main() -> int:
 
 
 def _warm_up() -> None:
-    """What takes seconds the first time, so that a spare can train at once."""
-    from elastictrain import warmup
+    """What takes seconds the first time, so that a spare can train at once. To be cold is no error."""
+    try:
+        from elastictrain import warmup
 
-    warmup.warm_up()
+        warmup.warm_up()
+    except Exception:
+        log.debug("a spare could not warm up", exc_info=True)
     target = Target(**json.loads(sys.argv[1]))
     if target.cls is not None:
         with contextlib.suppress(Exception):  # whatever it is, it is raised again once there is somebody to tell

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,10 +37,12 @@ __all__ = [
     "abort_groups",
     "argument_names",
     "batches_ready",
+    "compiled_frames",
     "empty_optimizers",
     "forget_meshes",
     "hollow",
     "init_call",
+    "is_compiled",
     "is_random",
     "is_view",
     "on_meta",
@@ -74,19 +78,35 @@ def batches_ready(iterator: Any) -> int | None:
         return None
 
 
+_aborting = threading.Lock()
+
+
 def abort_groups() -> None:
     """No process group is left, and the next ones get the names that a new process would give them.
 
-    Also where making one has failed half-way: what that has left would make the next one wait for ever.
+    From any thread: whoever comes second finds them aborted, and does not abort them again. Also where making one has failed
+    half-way: what that has left would make the next one wait for ever.
     """
-    if dist.is_initialized():
-        c10d._abort_process_group()
-    world = c10d._world
-    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
-                  world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
-        known.clear()
-    c10d._unregister_all_process_groups()
-    world.group_count = 0
+    with _aborting:
+        if dist.is_initialized():
+            c10d._abort_process_group()
+        world = c10d._world
+        for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag,
+                      world.tags_to_pg, world.pg_coalesce_state):  # fmt: skip
+            known.clear()
+        c10d._unregister_all_process_groups()
+        world.group_count = 0
+
+
+def compiled_frames() -> int:
+    """How many functions ``torch.compile`` has looked at in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Is the module, or one within it, to be compiled by ``torch.compile(module)`` or ``module.compile()``?"""
+    return any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in module.modules())
 
 
 def forget_meshes() -> None:

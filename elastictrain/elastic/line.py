@@ -135,6 +135,7 @@ class Line:
         self._place: Place | None = None  # said, and not yet taken
         self._over = -1
         self._act: Callable[[], None] | None = None
+        self._acts_on = 0  # the generation that it belongs to
         threading.Thread(target=self._listen, name="line", daemon=True).start()
 
     @classmethod
@@ -147,9 +148,13 @@ class Line:
         """Costs no more than a comparison."""
         return self._over >= generation
 
-    def when_over(self, act: Callable[[], None] | None) -> None:
-        """What the listening thread does as soon as a generation is over; None: nothing."""
-        self._act = act
+    def when_over(self, act: Callable[[], None] | None, *, generation: int = 0) -> None:
+        """What the listening thread does as soon as that generation is over; None: nothing.
+
+        It may do so late, when the worker is in the next one already.
+        """
+        with self._changed:
+            self._act, self._acts_on = act, generation
 
     def wait_until_over(self, generation: int, *, seconds: float) -> bool:
         """Whether it was over by then."""
@@ -187,8 +192,9 @@ class Line:
                         self._over = message["over"]
                     elif "place" in message:
                         self._place = Place(**message["place"])
+                    act = self._act if is_news and self._over >= self._acts_on else None
                     self._changed.notify_all()
-                if is_news and (act := self._act) is not None:
+                if act is not None:
                     try:
                         act()
                     except Exception:  # the worker then waits until its collectives time out, or is killed

@@ -119,6 +119,9 @@ def worker_environment(*, local_world_size: int, run_id: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // local_world_size)),
         "PYTHONUNBUFFERED": "1",  # what a killed worker has printed is seen
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else every peer of a dead worker warns at length
+        # Else NCCL's watchdog ends a worker that has lost another one; torch asks for this where groups are aborted by hand.
+        # What hangs then is found by the agent, which looks at the workers' progress.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     }
     return {
         **defaults,

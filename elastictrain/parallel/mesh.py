@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from elastictrain.compat.torch import abort_groups, forget_meshes
 from elastictrain.config import AXES, MeshConfig, MeshShape
-from elastictrain.errors import GenerationOver, UsageError
+from elastictrain.errors import UsageError
+from elastictrain.parallel.meeting import meet
 from elastictrain.parallel.severing import Connections
 from elastictrain.parallel.zones import Zones, number
 
@@ -109,6 +107,7 @@ def join(
     nodes: Sequence[str] = (),
     timeout: timedelta = timedelta(minutes=30),
     is_over: Callable[[], bool] = lambda: False,
+    has_agent: bool = False,
 ) -> Ranks:
     """Meet the other ranks at ``MASTER_ADDR:MASTER_PORT``; a group that the script made already is used as it is.
 
@@ -117,6 +116,7 @@ def join(
         mesh: its topology file, and the axes that shall be within a zone.
         nodes: by which this machine may be called in that file.
         is_over: whether there is anybody left to meet.
+        has_agent: ``elastictrain run`` has chosen the address, which is one of rank 0's machine.
 
     Raises:
         GenerationOver: there is not.
@@ -144,7 +144,7 @@ def join(
         )
     with making_groups():
         if _store is None:  # one per generation: its port cannot be bound a second time
-            _store = _meet(rank, world_size, timeout, is_over)
+            _store = meet(rank, world_size, timeout=timeout, is_over=is_over, binds=has_agent)
     _num_groups += 1
     store = PrefixStore(f"elastictrain/{_num_groups}", _store)
     zones: Zones | None = None
@@ -168,34 +168,6 @@ def join(
     return _joined
 
 
-def _meet(rank: int, world_size: int, timeout: timedelta, is_over: Callable[[], bool]) -> Store:
-    """The store at ``MASTER_ADDR:MASTER_PORT``, which rank 0 keeps, or torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
-        kept: Store = store
-        return kept
-    if rank > 0:
-        _wait_for_store(timeout.total_seconds(), is_over)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # rank 0 does not wait for the others here, where nothing could let it go
-    return TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
-
-
-def _wait_for_store(seconds: float, is_over: Callable[[], bool]) -> None:
-    """Until somebody listens where the store shall be: torch's own client cannot be interrupted while nobody does."""
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    deadline, pause = time.monotonic() + seconds, 0.005
-    while time.monotonic() < deadline:
-        if is_over():
-            raise GenerationOver("the generation is over before its ranks have met")
-        try:
-            socket.create_connection(address, timeout=1.0).close()
-            return
-        except OSError:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-
-
 _connections = Connections()  # of the groups of this process
 
 
@@ -207,6 +179,11 @@ def making_groups() -> AbstractContextManager[None]:
 def sever() -> None:
     """Let go whoever waits in a collective, with an error; from any thread."""
     _connections.sever()
+
+
+def severance() -> Callable[[], None]:
+    """:func:`sever`, of the groups of this generation alone: it does nothing when they are gone, and others are there."""
+    return _connections.sever
 
 
 _store: Store | None = None
@@ -239,6 +216,7 @@ def abandon() -> None:
     sever()
     abort_groups()
     forget_meshes()
+    _connections.close()
     _store, _num_groups, _joined, _connections = None, 0, None, Connections()
 
 

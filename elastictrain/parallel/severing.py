@@ -30,7 +30,7 @@ class Connections:
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._is_severed = False
+        self._is_severed = self._is_closed = False
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -46,14 +46,19 @@ class Connections:
                 self.sever()
 
     def sever(self) -> None:
-        """From any thread."""
+        """From any thread; too late after :meth:`close`, when other groups may be there."""
         self._is_severed = True
         with self._lock:
             known, self._known = self._known, {}
-        for fd, inode in known.items():
-            _shut(fd, inode)
-        if torch.cuda.is_available():
-            abort_groups()
+            for fd, inode in known.items():
+                _shut(fd, inode)
+            if torch.cuda.is_available() and not self._is_closed:
+                abort_groups()
+
+    def close(self) -> None:
+        """The groups are gone."""
+        with self._lock:
+            self._known, self._is_closed = {}, True
 
 
 def _sockets() -> dict[int, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -85,6 +87,15 @@ class Lives(Task):
         self.embed = nn.Embedding(VOCAB, DIM)
         self.blocks = nn.ModuleList(Mortal() for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def setup(self, stage: str) -> None:
+        drawn = torch.randperm(1000)[0], np.random.randint(1000), random.randrange(1000)
+        with open(self.folder / "drawn", "a") as file:
+            file.write(f"{os.environ['RANK']} {' '.join(str(int(one)) for one in drawn)}\n")
+
+    def teardown(self, stage: str) -> None:
+        with open(self.folder / "torn-down", "a") as file:
+            file.write(f"{os.environ['RANK']} {os.getpid()}\n")
 
     def configure_model(self) -> None:
         self.die("build")

@@ -55,6 +55,8 @@ class Notes:
     def __init__(self, folder: Path) -> None:
         self.states: dict[tuple[int, int], dict[int, str]] = {}  # (rank, step): {generation: digest}
         self.pids: dict[int, list[int]] = {}  # by rank, one after another
+        self.drawn = [line.split() for line in (folder / "drawn").read_text().splitlines()]
+        self.torn_down = Counter((folder / "torn-down").read_text().splitlines())
         self.samples: dict[tuple[int, int, int], list[int]] = {}  # (generation, step, rank)
         for file in folder.glob("states-*"):
             rank = int(file.name.split("-")[1])
@@ -90,6 +92,11 @@ class Notes:
         assert all(len(digests) == 1 for digests in twice.values()), twice
         return len(twice)
 
+    def check_setups(self, workers: int) -> None:
+        """Whether a process is new or not, it draws the same in ``setup``; one that lives on is torn down in between."""
+        assert len(self.drawn) > workers and len({tuple(drawn) for _, *drawn in self.drawn}) == 1, self.drawn
+        assert max(self.torn_down.values()) > 1, self.torn_down
+
 
 def check_curve(folder: Path, uninterrupted: dict[int, dict[str, float]]) -> None:
     found = curve(folder / "run")
@@ -120,10 +127,10 @@ def test_survivors_go_on_in_their_processes(
     assert len(list(tmp_path.glob("death-*"))) == sum(died.values()), run.text
     check_curve(tmp_path, uninterrupted)
     notes = Notes(tmp_path)
-    if mesh != "pp=2" and mesh != "pp=2,tp=2":  # a pipeline gives its ranks no batches
-        notes.check_samples(dp=dp)
-        assert notes.check_states() >= 1
-        assert {rank: len(pids) for rank, pids in notes.pids.items()} == {r: 1 + died[r] for r in range(workers)}
+    notes.check_samples(dp=dp)
+    assert notes.check_states() >= 1
+    assert {rank: len(pids) for rank, pids in notes.pids.items()} == {r: 1 + died[r] for r in range(workers)}
+    notes.check_setups(workers)
     found = recoveries(tmp_path / "run")
     lost = sum(one["lost_steps"] for one in found)
     assert lost <= deaths.count("save"), "the step in progress is no loss, but a snapshot may be"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from elastictrain.compat import torch as compat_torch
 from elastictrain.config import MeshShape
 from elastictrain.errors import GenerationOver, is_lost_peer
-from elastictrain.parallel import mesh as mesh_module
-from elastictrain.parallel.mesh import abandon, join, make_mesh, sever
+from elastictrain.parallel.mesh import abandon, join, make_mesh, making_groups, sever, severance
 from tests.helpers import free_port, run_ranks
 
 SECONDS = 20.0  # no test waits for so long; a group's timeout is half an hour
@@ -38,7 +39,20 @@ def _raises(wait: Any) -> BaseException:
 
 def _meet(ports: list[int], number: int, rank: int, world_size: int) -> float:
     os.environ["MASTER_PORT"] = str(ports[number])
-    return join(rank=rank, world_size=world_size, local_rank=rank).sum([1.0 + rank])[0]
+    ranks = join(rank=rank, world_size=world_size, local_rank=rank, has_agent=True)
+    found = ranks.sum([1.0 + rank])[0]
+    if rank == 0:
+        assert _listeners(ports[number]) == ["0100007F"], "not on the network"
+    return found
+
+
+def _listeners(port: int) -> list[str]:
+    """The addresses on which somebody listens at that port, as the kernel writes them."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    places = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return [address for address, at in places if int(at, 16) == port]
 
 
 def _let_go(rank: int, world_size: int, ports: list[int], folder: str) -> list[float]:
@@ -78,10 +92,8 @@ def test_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         join(rank=1, world_size=2, local_rank=1, is_over=over.is_set)
 
 
-def _swapped(rank: int, world_size: int, ports: list[int], forgets: bool) -> list[float]:
+def _swapped(rank: int, world_size: int, ports: list[int]) -> list[float]:
     """The same ops on a mesh of the same shape, in which the ranks have changed places."""
-    if not forgets:
-        mesh_module.forget_meshes = lambda: None
     found = []
     for number, place in enumerate((rank, world_size - 1 - rank)):
         _meet(ports, number, place, world_size)
@@ -98,7 +110,24 @@ def _swapped(rank: int, world_size: int, ports: list[int], forgets: bool) -> lis
 
 def test_a_mesh_is_not_taken_for_one_that_is_gone() -> None:
     ports = [free_port() for _ in range(2)]
-    assert run_ranks(_swapped, 2, ports, True) == [[0.0, 0.0]] * 2
+    assert run_ranks(_swapped, 2, ports) == [[0.0, 0.0]] * 2
+
+
+def test_severing_late_does_nothing_to_the_next_generation() -> None:
+    late = severance()
+    abandon()
+    assert severance() != late
+    here, there = socket.socketpair()
+    with here, there:
+        with making_groups():
+            again = socket.socket(fileno=os.dup(here.fileno()))
+        late()
+        there.sendall(b"1")
+        assert again.recv(1) == b"1"
+        severance()()
+        assert again.recv(1) == b"", "it is cut by its own"
+        again.close()
+    abandon()
 
 
 def test_names_of_groups_are_those_of_a_new_process() -> None:
