@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -10,73 +9,21 @@ import re
 import resource
 import shutil
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from rich.console import Console
 
 from elastictrain.cli.main import _main
 from elastictrain.metrics.goodput import CAUSES
-from elastictrain.metrics.ledger import read_ledger
-from elastictrain.metrics.timeline import timeline_markdown
 from elastictrain.reports.facts import Report, facts, read_report, waterfall
-from elastictrain.reports.page import _table, page
-from elastictrain.reports.terminal import show
+from elastictrain.reports.page import page
 from elastictrain.rundir import RunDir
 from tests.helpers import elastictrain_command
 from tests.reports.made import BEGAN, Made, changing
+from tests.reports.reading import Document, printed
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
 NODES = ["node-1-11", "node-2-12"]
-
-
-class Document(HTMLParser):
-    """Elements that are opened and closed in order, as a browser must not have to guess."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def of_class(self, name: str) -> list[dict[str, str | None]]:
-        return [attrs for _, attrs in self.found if name in (attrs.get("class") or "").split()]
-
-
-class Terminal(Console):
-    """One that shows every letter, whatever the tests' own output can."""
-
-    encoding = "utf-8"  # type: ignore[assignment]
-
-
-def printed(report: Report, *, width: int | None = None) -> str:
-    """``width``: of a terminal; None: there is none."""
-    stream = io.StringIO()
-    if width is None:
-        show(report, console=Console(file=stream))
-    else:
-        show(report, console=Terminal(file=stream, force_terminal=True, color_system=None, width=width))
-    return stream.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -249,49 +196,6 @@ def test_damage_is_passed_over_and_counted(tmp_path: Path, run: Path) -> None:
     told = "4 damaged lines were passed over (events 3, metrics 1)"
     assert told in page(report) and told in printed(report) and told in printed(report, width=100)
     assert report.title == "run" and report.status["step"] == 400
-
-
-def test_events_that_nobody_knows_are_text_or_damage(tmp_path: Path) -> None:
-    made = Made(tmp_path).run(NODES, until=60)
-    about = {"event": "new", "generation": 0, "node": NODES[0]}
-    made.events += [
-        {**about, "time": "yesterday"},
-        {**about, "to": "x"},
-        {**about, "time": BEGAN, "step": "<img src=x>"},
-    ]
-    made.events.append({**about, "event": "<img src=y>", "time": BEGAN, "step": 3, "<img src=z>": "<img src=z>"})
-    report = read_report(RunDir(made.write()))
-    assert report.num_damaged == {"events": 3}
-    text = page(report)
-    assert "img" not in {tag for tag, _ in Document(text).found} and "&lt;img src=y&gt;" in text
-    assert "<img src=y>" in printed(report) and "img src=y" in timeline_markdown(read_ledger(RunDir(tmp_path)))
-
-
-def test_a_cell_of_a_table_is_text() -> None:
-    assert '<td class="n">&lt;b&gt;</td>' in "".join(_table(["a"], [["<b>"]], text=()))
-
-
-def test_what_is_no_text_and_what_is_too_large_is_told(tmp_path: Path) -> None:
-    made = Made(tmp_path).run(NODES, until=60)
-    made.log(**{"train/loss": -1.5e308, "half\ud800": 1.0})
-    made.step += 1
-    made.log(**{"train/loss": 1.5e308})
-    made.write()
-    (tmp_path / "run.json").write_text(json.dumps({"target": "a\udc80", "settings": {"b\udc81": "\udc82"}}))
-    report = read_report(RunDir(tmp_path))
-    assert "half?" in report.series and report.title == "a?"
-    assert printed(report) and printed(report, width=90)
-    output = tmp_path / "r.html"
-    assert _main(["report", str(tmp_path), "--output", str(output)]) == 0
-    assert "half?" in output.read_text() and not [*tmp_path.glob(".r.html*")]
-
-
-def test_no_password_is_shown(tmp_path: Path, run: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    fs = fsspec.filesystem("memory")
-    fs.put(f"{tmp_path / 'run'}/", "/me:secret@host/run/", recursive=True)
-    report = read_report(RunDir("memory://me:secret@host/run"))
-    assert report.url == "memory://host/run" and "secret" not in page(report) + printed(report)
 
 
 @pytest.mark.slow
