@@ -12,7 +12,7 @@ import sys
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL: everything is saved, run me again
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL: run me again; what is kept in memory alone is said
 EXIT_CHANGED = 76  # a worker's alone: it has stopped for nodes that come or go, and the next generation may begin
 IN_ORDER = (EXIT_FINISHED, EXIT_PREEMPTED, EXIT_CHANGED)  # a worker has done what it was to do
 

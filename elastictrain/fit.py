@@ -68,7 +68,6 @@ class FitLoop:
         self._interval: Interval | None = None
         if config.every_seconds == "auto":
             self._interval = Interval(config.seconds_between_failures, session.num_cut_short, self._trained_before)
-        self._told_interval = 0.0
         self._validated_step = -1
         self._description = description(session.task) if manager is not None and session.ranks.is_main else None
         self._agreed = NOTHING
@@ -291,10 +290,8 @@ class FitLoop:
         return self._manager is not None and self._manager.has_news
 
     def _snapshot_is_due(self, step: int) -> bool:
-        every = self._session.settings.checkpoint.snapshot_every
-        return (
-            self._manager is not None and self._manager.snapshots is not None and every is not None and not step % every
-        )
+        manager, every = self._manager, self._session.settings.checkpoint.snapshot_every
+        return manager is not None and manager.snapshots is not None and every is not None and not step % every
 
     def _keep(self, manager: CheckpointManager, *, saves: bool, snapshots: bool) -> None:
         """A checkpoint of this step, a snapshot of it or both, kept while training goes on, unless there is one."""
@@ -338,8 +335,8 @@ class FitLoop:
                 info = self._manager.save(step, **self._content())
                 self._saved_step = step
                 self._tell([info])
-            if s.recorder is not None:
-                s.recorder.flush()
+            if s.recorder is not None:  # the process may soon end, or the next start would write the same once more
+                s.recorder.flush(wait=0.0 if self.stopped is None else FLUSH_SECONDS)
 
     def _hand_over(self) -> None:
         """Nodes come or go: what the next generation goes on from is a snapshot of this step that outlives any one node.
@@ -348,12 +345,16 @@ class FitLoop:
         """
         manager, step = self._manager, self._session.counters.step
         if manager is not None and manager.snapshots is not None:
-            if self._session.recorder is not None:
-                self._session.recorder.flush(wait=FLUSH_SECONDS)  # or the next start would write the same once more
-            manager.is_safe(seconds=HAND_OVER_SECONDS)  # a copy that is under way would keep this one from being copied
+            with self.reporter.pausing("checkpoint"):
+                if self._session.recorder is not None:
+                    self._session.recorder.flush(wait=FLUSH_SECONDS)  # or the next start would write the same once more
+                manager.is_safe(
+                    seconds=HAND_OVER_SECONDS
+                )  # a copy that is under way would keep this one from being copied
             self._keep(manager, saves=False, snapshots=True)
-            if self._snapshot_step == step and manager.is_safe(seconds=HAND_OVER_SECONDS):
-                return
+            with self.reporter.pausing("checkpoint"):
+                if self._snapshot_step == step and manager.is_safe(seconds=HAND_OVER_SECONDS):
+                    return
         self._save_now()
 
     def rescue(self, error: Exception) -> None:
@@ -394,16 +395,8 @@ class FitLoop:
         for info in committed:
             self.last_saved = info.path
             self.reporter.saved(info)
-            if self._interval is not None and self._interval.cost is not None:
-                self._tell_interval(self._interval, info.seconds)
+            interval = self._interval
+            if interval is not None and interval.has_changed(info.seconds) and self._session.ranks.is_main:
+                print_line(f"elastictrain: {interval}", console=make_console())
             for callback in self._session.callbacks:
                 callback.on_save(info)
-
-    def _tell_interval(self, interval: Interval, written: float) -> None:
-        """Say how often "auto" saves, once it is known and whenever it has changed much."""
-        interval.written = written
-        changed = interval.seconds / self._told_interval if self._told_interval else 0.0
-        if not 2 / 3 < changed < 1.5:
-            self._told_interval = interval.seconds
-            if self._session.ranks.is_main:
-                print_line(f"elastictrain: {interval}", console=make_console())

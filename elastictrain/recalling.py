@@ -42,6 +42,7 @@ class Recalling:
             first=membership.local_rank == 0,
             ask=lambda key: membership.ask_for_keeper(key, self._name(key)),
             find=lambda seconds: membership.find_keeper(seconds=seconds),
+            is_over=lambda: membership.is_over,
         )
         self._has_met = False
 

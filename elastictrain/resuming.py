@@ -85,6 +85,7 @@ class Resumption:
             world_size=s.ranks.world_size,
             generation=s.membership.generation,
         )
+        self.manager.saves.beat = s.membership.beat
         if s.ranks.is_main:
             say = partial(print_line, console=make_console())
             s.lease = Lease(run_dir, job=s.membership.job_id, say=lambda line: say(f"elastictrain: {line}"))

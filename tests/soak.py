@@ -3,8 +3,9 @@
     python -m tests.soak [--events 200] [--seed 0] [--nodes 3] [--folder DIR]
 
 Agents are real processes of ``elastictrain run`` on one run directory, on this machine. In the end every sample has been
-used exactly as often as it should, and the losses are those of a run that nobody has disturbed. A seed chooses the same
-events again; at which step they fall depends on the machine.
+used exactly as often as it should, and the losses are those of a run that nobody has disturbed. A seed chooses
+among the events that are possible at that moment, which depends on the machine: the list that is printed tells what has
+happened, and the same seed need not make the same list.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class Interval:
     trained: float = 0.0
     stalled: float | None = None  # seconds, of the last save
     written: float = 0.0
+    _told: float = 0.0
 
     @property
     def between_failures(self) -> float:
@@ -62,6 +63,17 @@ class Interval:
         if self.cost is None:
             return UNKNOWN
         return max(min(optimum(self.cost, self.between_failures), LARGEST), 2 * self.written)
+
+    def has_changed(self, written: float) -> bool:
+        """After a save that was written in so many seconds: is it to be said how often saves are made, for the first time
+        or because that has changed much?"""
+        if self.cost is None:
+            return False
+        self.written = written
+        if self._told and 2 / 3 < self.seconds / self._told < 1.5:
+            return False
+        self._told = self.seconds
+        return True
 
     def __str__(self) -> str:
         assert self.cost is not None

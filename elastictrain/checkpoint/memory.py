@@ -85,9 +85,15 @@ class Memory:
     """
 
     def __init__(
-        self, ranks: Ranks, *, first: bool, ask: Callable[[bytes], bool], find: Callable[[float], Address | None]
+        self,
+        ranks: Ranks,
+        *,
+        first: bool,
+        ask: Callable[[bytes], bool],
+        find: Callable[[float], Address | None],
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._ranks, self._first, self._ask, self._find = ranks, first, ask, find
+        self._ranks, self._first, self._ask, self._find, self._is_over = ranks, first, ask, find, is_over
         self._meeting = _Meeting((), None, ())
         self._channels: dict[int, Channel] = {}
         self._out_of_reach: dict[int, str] = {}  # keepers, and why
@@ -152,7 +158,7 @@ class Memory:
     def taker(self, identity: Identity) -> Snapshots:
         """What takes this start's own snapshots."""
         assert self.link is not None
-        return Snapshots(self.link, self._ranks, identity, first=self._first)
+        return Snapshots(self.link, self._ranks, identity, first=self._first, is_over=self._is_over)
 
     def damaged(self, snapshot: Snapshot) -> None:
         """This rank has read all images of one rank, and each of them differs from its hash."""

@@ -14,7 +14,7 @@ import math
 import posixpath
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ class Saves:
         command: of the writer process; None: the ordinary one.
 
     Attributes:
+        beat: called again and again while training waits for storage: that is no hang.
         must: the next one waits for earlier ones rather than being left out.
         patience: seconds that it waits for them at most; then it fails.
         failed_here: what this rank's writer has reported and nobody has read yet.
@@ -92,6 +93,7 @@ class Saves:
         self._errands: dict[int, str] = {}  # what rank 0's writer is asked to remove, by the number of the job
         self._leftovers: list[str] = []  # folders of failed attempts that resisted
         self.must = False
+        self.beat: Callable[[], None] = lambda: None
         self.patience = math.inf
         self.failed_here: list[str] = []
         self.num_skipped = 0
@@ -143,6 +145,7 @@ class Saves:
             if waited > self.patience:
                 raise TimeoutError(f"earlier ones are still being written after {self.patience:g} s")
             self.look(TURN_SECONDS)
+            self.beat()
             waited = time.monotonic() - began
         self.waited += waited
         if waited > LONG_SECONDS:
@@ -265,6 +268,7 @@ class Saves:
         outcomes, turns = self.settle(), seconds / TURN_SECONDS  # as many on all ranks, whatever their clocks say
         while self._under_way and turns > 0:
             self._listen()
+            self.beat()
             outcomes += self.settle()
             turns -= 1
         return outcomes

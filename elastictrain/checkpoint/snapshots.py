@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ class Snapshots:
 
     Args:
         first: this is the rank that speaks for its node.
+        is_over: the generation has ended, and nothing is worth waiting for.
 
     Attributes:
         num_taken: snapshots that were given to this node's keeper.
@@ -112,8 +113,17 @@ class Snapshots:
         blocked: seconds that training stood still for the last one.
     """
 
-    def __init__(self, link: KeeperLink, ranks: Ranks, identity: Identity, *, first: bool) -> None:
+    def __init__(
+        self,
+        link: KeeperLink,
+        ranks: Ranks,
+        identity: Identity,
+        *,
+        first: bool,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._link, self._ranks, self._identity, self._first = link, ranks, identity, first
+        self._is_over = is_over
         self._kept: list[_Kept] = []  # oldest first
         self._given: set[int] = set()  # numbers of arenas that the keeper has
         self._issued: list[str] = []  # rank 0: snapshots in order, those that anybody may still hold
@@ -225,7 +235,7 @@ class Snapshots:
         self._miss(f"{type(error).__name__}: {error}")
 
     def settle(self, *, seconds: float) -> bool:
-        """Wait so long until nothing is under way.
+        """Wait so long until nothing is under way, or the generation is over.
 
         Returns:
             whether this rank's newest image is whole, and where there are several nodes, on another one too.
@@ -233,7 +243,7 @@ class Snapshots:
         deadline = time.monotonic() + seconds
         while True:
             self._hear()
-            is_late = not self._link.is_open or time.monotonic() > deadline
+            is_late = not self._link.is_open or time.monotonic() > deadline or self._is_over()
             if is_late or not any(one.is_under_way for one in self._kept):
                 return bool(self._kept) and self._kept[-1].is_safe
             time.sleep(0.001)

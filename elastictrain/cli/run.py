@@ -77,7 +77,8 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     type=click.FloatRange(min=0),
     default=900.0,
     metavar="SECONDS",
-    help="Without a step, or a batch of an evaluation, for so long, workers are taken to hang; 0: never. [900]",
+    help="Without a step, or a batch of an evaluation, for so long, workers are taken to hang; before the first step of a"
+    " start, four times as long; 0: never. [900]",
 )
 @option(
     "--grace",

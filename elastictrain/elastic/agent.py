@@ -323,7 +323,7 @@ class Agent(PlacedAgent):
             return False
         cause, pid = found
         if cause.kind == "replace":
-            self._say(f"{cause.message}: workers that have none begin anew")
+            self._say(f"{cause.message}: other processes begin")
             return False
         if cause.kind == "usage":
             self._handler.end(cause.line)

@@ -279,6 +279,8 @@ class AgentMembership(Membership):
             except FileNotFoundError:
                 if time.monotonic() > deadline:
                     return None
+            if self.is_over:
+                return None
             time.sleep(0.01)
 
     @property

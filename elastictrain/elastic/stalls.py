@@ -1,11 +1,13 @@
 """Workers that live and make no progress, or do not exit: a hang, which this turns into a death.
 
-Progress is a boundary passed, or a batch of an evaluation done, by any worker of the node; ranks work in lockstep, so one
-that hangs stops them all. When nothing has moved for too long, every worker writes its stacks to stderr, and the generation
-is over. Those who only waited for another are let go, and live on; the one that hangs does not notice, and is killed in the
-end (:data:`elastictrain.elastic.crew.LET_GO_SECONDS`). A worker that was stopped and goes on in time is left alone.
+Progress is a boundary passed, a batch of an evaluation done, or a look at a save that training waits for, by any worker of
+the node; ranks work in lockstep, so one that hangs stops them all. Before the first boundary of a generation there is little
+that could tell of progress (data are prepared, kernels compiled, the state is read), so that may take :data:`START` times as
+long. When nothing has moved for too long, every worker writes its stacks to stderr, and the generation is over. Those who
+only waited for another are let go, and live on; the one that hangs does not notice, and is killed in the end
+(:data:`elastictrain.elastic.crew.LET_GO_SECONDS`). A worker that was stopped and goes on in time is left alone.
 
-On failure: a step, or a batch, that takes longer than the limit is taken for a hang.
+On failure: a step, a batch or a start that takes longer than its limit is taken for a hang.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from elastictrain.elastic.report import Report
 STACKS = (
     signal.SIGUSR2
 )  # a worker answers with the stacks of its threads, on stderr, also where it waits for a collective
+START = 4  # times the limit, for a generation that has not come to its first boundary
 WRITE_SECONDS = 0.5  # for them to do so, before they are let go and are somewhere else
 
 
@@ -45,7 +48,7 @@ class Stalls:
         if seen != self._seen or Phase.RUNNING not in cells.phases():
             self._seen, self._since = seen, now
         stalled = now - self._since
-        if not self._seconds or stalled < self._seconds:
+        if not self._seconds or stalled < self._seconds * (START if max(cells.steps()) < 0 else 1):
             return None
         for worker, phase in zip(workers, cells.phases(), strict=True):
             if worker.poll() is None and phase == Phase.RUNNING:  # before that it does not know the signal

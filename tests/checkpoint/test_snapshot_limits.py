@@ -74,6 +74,29 @@ def test_the_newest_whole_one_is_filled_anew_last_even_where_nothing_can_be_copi
     assert [one.snapshot for one in taken._kept] == [first, third]
 
 
+def test_nothing_is_waited_for_once_the_generation_is_over() -> None:
+    """A buddy that is stopped would hold this worker up for longer than its agent waits."""
+
+    class Link:
+        is_open = True
+
+        def hear(self) -> list[Any]:
+            looks.append(0)
+            return []
+
+    looks = list[int]()
+    taken = Snapshots(
+        Link(),  # type: ignore[arg-type]
+        Ranks(0, 1),
+        Identity(RUN, "a job", 1),
+        first=True,
+        is_over=lambda: len(looks) > 3,
+    )
+    taken._kept.append(_Kept("one", 10, None, is_whole=True, copies=True, has_buddy=True))  # type: ignore[arg-type]
+    assert not taken.settle(seconds=600.0)
+    assert len(looks) == 4
+
+
 def test_a_buddy_that_could_not_be_told_is_told_later() -> None:
     class Link:
         is_open, address = False, {"host": "here", "port": 1}

@@ -213,6 +213,13 @@ def test_an_exception_with_another_text_uses_the_budget(tmp_path: Path) -> None:
     assert run.stderr.count("restarting the worker from") == 2
 
 
+def test_workers_that_have_nothing_to_go_on_from_are_replaced_for_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, events={f"0/{rank}": [5, "nothing kept"] for rank in range(2)}, max_restarts=0)
+    assert run.wait()["code"] == 0, run.stderr
+    assert run.stderr == "elastictrain: nothing is kept of this run yet: other processes begin\n"
+    assert max(generation for generation, *_ in run.steps) == 1
+
+
 @pytest.mark.parametrize(("what", "code"), [("usage", 2), ("exit", 1)])
 def test_what_no_attempt_can_mend_is_not_tried_again(tmp_path: Path, what: str, code: int) -> None:
     run = Run(tmp_path, events={"0/0": [-1, what], "0/1": [-1, what]})

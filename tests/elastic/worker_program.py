@@ -17,7 +17,7 @@ from typing import Any
 
 from elastictrain.elastic.membership import AgentMembership, current
 from elastictrain.elastic.report import guarded
-from elastictrain.errors import UsageError
+from elastictrain.errors import NothingKept, UsageError
 
 
 class Ring:
@@ -67,6 +67,8 @@ def misbehave(what: str, mine: AgentMembership) -> None:
         raise ValueError(f"bad sample in process {os.getpid()}")
     elif what == "usage":
         raise UsageError("lr=nan cannot train: choose a finite --set lr=…")
+    elif what == "nothing kept":
+        raise NothingKept("nothing is kept of this run yet")
     elif what == "exit":
         sys.exit(3)
     elif what == "hang":

@@ -1,0 +1,75 @@
+"""Spares and workers between two generations, without an agent."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.elastic import crew as crews
+from elastictrain.elastic.cells import ABORT, LIVES, PHASE, STEP, Cells, Phase
+from elastictrain.elastic.crew import SPARE_DEATHS, Crew
+from elastictrain.elastic.stalls import START, Stalls
+
+
+def crew(say: Any = print) -> Crew:
+    return Crew([sys.executable, "-c", "import time; time.sleep(60)"], environment=dict, num_spares=1, say=say)
+
+
+def test_a_spare_that_cannot_be_started_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(crews, "WorkerProcess", refuse)
+    monkeypatch.setattr(crews, "SPARE_AFTER", -1.0)
+    lines, cells = list[str](), Cells.create(str(tmp_path / "cells"), 1)
+    cells.views[0][STEP] = 1
+    tended = crew(lines.append)
+    for _ in range(SPARE_DEATHS + 2):
+        tended.tend(cells)
+    assert len(lines) == 1 and "could not be started: [Errno 11]" in lines[0]
+
+
+def test_a_worker_between_two_generations_may_unwind_at_a_signal(tmp_path: Path) -> None:
+    class Worker:
+        ended_at = None
+
+        def poll(self) -> None:
+            return None
+
+        def over(self, generation: int) -> None:
+            cells.views[0][PHASE] = Phase.CLOSED
+
+    cells, tended = Cells.create(str(tmp_path / "cells"), 1), crew()
+    cells.views[0][LIVES] = 1
+    tended.workers.append(Worker())  # type: ignore[arg-type]
+    assert tended.end(0, cells, seconds=0.0, keeps=True) == (1, None)
+    assert cells.views[0][ABORT] == 1
+
+
+def test_a_start_may_take_longer_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        rank = 0
+
+        def poll(self) -> int:
+            return 0
+
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    cells, stalls = Cells.create(str(tmp_path / "cells"), 1), Stalls(10.0)
+    cells.views[0][PHASE] = Phase.RUNNING
+
+    def look() -> str | None:
+        return stalls.look(cells, [Worker()])  # type: ignore[list-item]
+
+    assert look() is None
+    now = START * 10.0 - 1
+    assert look() is None
+    cells.views[0][STEP] = 1
+    assert look() is None
+    now += 11.0
+    assert look() == "no worker has made progress for 11 s (rank 0 at step 0)"
