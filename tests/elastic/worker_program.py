@@ -125,7 +125,9 @@ def main() -> int:
     mine = current()
     assert isinstance(mine, AgentMembership)
     time.sleep(mine.assignment.job.get("import", 0.0))
-    return guarded(mine, lambda: train(mine))
+    code = guarded(mine, lambda: train(mine))
+    mine.leave()
+    return code
 
 
 if __name__ == "__main__":
