@@ -31,6 +31,7 @@ from elastictrain.errors import (
     UsageError,
     is_lost_peer,
 )
+from elastictrain.machine import write_whole
 
 HINT = "; --full-traceback shows them"
 
@@ -72,10 +73,7 @@ class Report:
 
     def write(self, folder: str) -> None:
         """Leave the report for the agent, whole or not at all."""
-        path = os.path.join(folder, f"rank-{self.rank}.json")
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
-        os.replace(path + ".part", path)
+        write_whole(os.path.join(folder, f"rank-{self.rank}.json"), asdict(self))
 
     @classmethod
     def read(cls, folder: str, rank: int) -> Report | None:
