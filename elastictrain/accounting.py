@@ -28,6 +28,7 @@ from elastictrain.session import Session
 log = logging.getLogger(__name__)
 
 READER = "elastictrain-ledger"  # the thread
+_condensing = threading.Lock()  # the thread of an earlier generation may still be at it, where a process lives on
 _VIEW_EVERY = 1.0  # seconds
 _MANY = 1024  # ranks, from which on they do not tell how busy they were
 
@@ -157,7 +158,8 @@ class Account:
             log.warning("the ledger cannot be read (%s): goodput is not logged", first_line(error))
             return
         try:
-            condense_earlier(run_dir, begun[0]["generation"])
+            with _condensing:
+                condense_earlier(run_dir, begun[0]["generation"])
         except Exception as error:  # only how much is read the next time depends on it
             log.info("the ledger is not condensed (%s)", first_line(error))
 

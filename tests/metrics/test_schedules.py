@@ -17,6 +17,7 @@ from elastictrain.metrics import ledger as ledger_module
 from elastictrain.metrics.goodput import Goodput, TimeBook, goodput
 from elastictrain.metrics.ledger import Ledger, condense_earlier, read_ledger
 from elastictrain.rundir import RunDir
+from tests.checkpoint.nodes import wait_until
 from tests.metrics.test_goodput import Clock
 from tests.trainer.tasks import Recorded, Samples
 
@@ -144,13 +145,16 @@ def test_causes_add_up_to_wall_clock_times_nodes(seed: int, tmp_path: Path, monk
 class Stalls(Recorded):
     """Nothing, or so many seconds, at the places that are asked for."""
 
-    def __init__(self, pause: Callable[[str], None]) -> None:
+    def __init__(self, pause: Callable[[str], None], run_dir: Path) -> None:
         super().__init__()
-        self.pause = pause
+        self.pause, self.run_dir = pause, run_dir
         self.marks: list[tuple[int, float]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.marks.append((self.trainer.global_step, time.monotonic()))
+        step = self.trainer.global_step
+        self.marks.append((step, time.monotonic()))
+        if step and not step % 2:  # the last step begins, and its end would wait for what is still being written
+            wait_until(lambda: any(self.run_dir.glob(f"checkpoints/step-{step:08d}/*/COMMIT")), seconds=60.0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.marks.append((self.trainer.global_step, time.monotonic()))
@@ -199,7 +203,8 @@ class SlowToLoad(Callback):
 def test_a_stall_of_known_length_is_told_within_a_tenth(tmp_path: Path) -> None:
     """What a run with a stall takes for its cause, less what the same run takes without, is the stall's length.
 
-    A save takes more or less time by itself, so here it is compared with the time between the steps on both of its sides.
+    A save takes more or less time by itself, so what is told lies between the stall and the time between
+    the steps on both sides of the save.
     """
     taken = dict.fromkeys(("data", "checkpoint", "validation", "restore"), 0.0)
     saving = 0.0
@@ -218,15 +223,16 @@ def test_a_stall_of_known_length_is_told_within_a_tenth(tmp_path: Path) -> None:
         for steps in (3, 5):  # saved are steps 2 and 4, and the second start goes on from the first of them
             config = CheckpointConfig(every_steps=2, every_seconds=None, at_end=False)
             options: dict[str, Any] = {"global_batch_size": 24, "log_every": 1, "val_every": 9, "checkpoint": config}
-            task = Stalls(pause)
-            run_dir = str(tmp_path / name)
-            Trainer(run_dir=run_dir, max_steps=steps, callbacks=[SlowToLoad(pause)], **options).fit(task)
+            task = Stalls(pause, tmp_path / name)
+            Trainer(run_dir=str(task.run_dir), max_steps=steps, callbacks=[SlowToLoad(pause)], **options).fit(task)
             saving += task.between(steps - 1) * stalls
         return goodput(read_ledger(RunDir(tmp_path / name)))
 
     spent("warm-up", stalls=False)
     without, with_them = spent("plain", stalls=False), spent("stalled", stalls=True)
     assert min(taken.values()) >= 1.99, taken
-    assert with_them.seconds["checkpoint"] == pytest.approx(saving, rel=0.1) and saving >= taken.pop("checkpoint")
+    assert taken.pop("checkpoint") <= with_them.seconds["checkpoint"] <= saving, (
+        "no more than there was between the steps"
+    )
     for cause, seconds in taken.items():
         assert with_them.seconds[cause] - without.seconds[cause] == pytest.approx(seconds, rel=0.1), cause
