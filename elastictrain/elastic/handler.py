@@ -41,9 +41,9 @@ from elastictrain.checkpoint.token import VARIABLE
 from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.chain import Generation, Member
 from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
-from elastictrain.elastic.node import Log, RunNode, listen
+from elastictrain.elastic.node import RunNode, listen
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, free_port
-from elastictrain.elastic.runlog import FixedLog, RunLog, folder_of
+from elastictrain.elastic.runlog import FixedLog, Log, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir

@@ -17,27 +17,19 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from elastictrain.elastic import actions
 from elastictrain.elastic.chain import Entry, Generation, Member, Message
 from elastictrain.elastic.links import MAX_STRANGERS, Link
 from elastictrain.elastic.protocol import Peer, State
-from elastictrain.elastic.runlog import RunLogError
+from elastictrain.elastic.runlog import Log, RunLogError
 from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-
-
-class Log(Protocol):
-    """What a node asks of a run log; see :class:`elastictrain.elastic.runlog.RunLog`."""
-
-    def newest(self) -> Entry: ...
-    def create(self, entry: Entry) -> bool: ...
-    def trim(self, index: int) -> None: ...
 
 
 class RunNode:

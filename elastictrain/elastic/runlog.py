@@ -25,7 +25,7 @@ import time
 import urllib.parse
 import uuid
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from elastictrain.checkpoint.storage import NEW, create_first, is_exclusive
 from elastictrain.elastic.chain import ChainError, Entry, Member, entry_from_json
@@ -43,6 +43,14 @@ _STALE_SECONDS = 3600.0
 
 class RunLogError(ElasticTrainError):
     """The log holds something that a program with this token has not written."""
+
+
+class Log(Protocol):
+    """What a node asks of a run log; see :class:`RunLog`."""
+
+    def newest(self) -> Entry: ...
+    def create(self, entry: Entry) -> bool: ...
+    def trim(self, index: int) -> None: ...
 
 
 class RunLog:
