@@ -69,6 +69,7 @@ class Lives:
         self._is_between = self._has_frozen = False
         self.problem: str | None = None
         self.needs_state = False
+        self._compiled_before = compiled_frames()  # these know no mesh of ours
         if self._mine is None:
             self.problem = "elastictrain run has not started it"
         elif _has_trained:
@@ -152,7 +153,7 @@ class Lives:
         if isinstance(error, NothingKept):
             self._cannot(str(error))
             return False
-        if compiled_frames():
+        if compiled_frames() > self._compiled_before:
             self._cannot(COMPILES)
             return False
         try:
@@ -190,7 +191,7 @@ class Lives:
         mine = self._mine
         if mine is None or self.problem is not None:
             return False
-        if compiled_frames():
+        if compiled_frames() > self._compiled_before:
             self._cannot(COMPILES)
             return False
         mine.handed_over()

@@ -130,6 +130,11 @@ def begin_fork(seconds: float, stacks: IO[str] | None = None) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=stacks or sys.stderr)
 
 
+def heed_ctrl_c() -> None:
+    """In a new process, before its program: what runs in the background, as tests may, begins with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def elastictrain_command(
     *arguments: str | os.PathLike[str], check: bool = True, timeout: float = 150.0, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from elastictrain.cli.main import _main
-from tests.helpers import ROOT, free_port
+from tests.helpers import ROOT, free_port, heed_ctrl_c
 from tests.metrics.test_mirror import write
 
 PATIENCE = 120.0
@@ -33,7 +33,13 @@ def dashboard(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
     env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "TMPDIR": str(folder)}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--no-open"], env=env, stdout=subprocess.PIPE, stderr=output, text=True, start_new_session=True
+            [*command, "--no-open"],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
     try:
         assert process.stdout is not None

@@ -19,7 +19,7 @@ from elastictrain.cli import status as status_module
 from elastictrain.cli.main import _main
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.rundir import RunDir
-from tests.helpers import ROOT
+from tests.helpers import ROOT, heed_ctrl_c
 from tests.reports.made import BEGAN, Made
 
 TOO_LONG = 60.0
@@ -159,7 +159,13 @@ def test_ctrl_c_ends_it_in_good_order(tmp_path: Path, is_terminal: bool) -> None
     mine, theirs = pty.openpty() if is_terminal else os.pipe()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(
-        [*COMMAND, str(tmp_path)], cwd=ROOT, env=env, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True
+        [*COMMAND, str(tmp_path)],
+        cwd=ROOT,
+        env=env,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     os.close(theirs)
     text = ""

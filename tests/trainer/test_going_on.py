@@ -130,7 +130,6 @@ def _problems(rank: int, world_size: int, folder: str) -> None:
     assert found.problem == "it cannot report what it has lost"
 
     found, before = lives(), compiled_frames()
-    assert before == 0
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert compiled_frames() > before
     assert not found.goes_on(error) and found.problem == COMPILES

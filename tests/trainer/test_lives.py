@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from elastictrain import Callback, CheckpointConfig, Trainer
+from elastictrain import lives as lives_module
 from elastictrain.elastic import membership as membership_module
 from elastictrain.elastic.cells import LOST, PHASE, Cells, Phase, one_cell
 from elastictrain.elastic.line import Assignment, Line, Place, Speaker
@@ -89,6 +90,7 @@ def be_agent(speaker: Speaker, rank: int, world_size: int, places: list[Place]) 
 def _endure(rank: int, world_size: int, folder: str, ports: list[int], mesh: str, early: bool) -> Any:
     mine = places(Path(folder), rank, world_size, ports)
     speaker = Speaker()
+    lives_module._has_trained = False  # by a test before this one, in the process that was forked
     membership_module._mine = AgentMembership(Line(speaker.descriptor), mine[0])
     threading.Thread(target=be_agent, args=(speaker, rank, world_size, mine), daemon=True).start()
     task = Task(folder, early=early)
