@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 LIMIT = 120.0
 
-from tests.soak import children_of, listens  # noqa: E402
+from tests.processes import children_of, listens  # noqa: E402
 
 
 class Run:

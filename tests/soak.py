@@ -29,6 +29,7 @@ from elastictrain.checkpoint.token import read_token
 from elastictrain.elastic.runlog import RunLog
 from elastictrain.rundir import RunDir
 from tests.cli.lives_task import NUM_SAMPLES, workers_of
+from tests.processes import children_of, listens
 
 ROOT = Path(__file__).parents[1]
 TASK = f"{ROOT / 'tests' / 'cli' / 'lives_task.py'}:Lives"
@@ -251,28 +252,6 @@ class Soak:
                 if "train/loss" in row:
                     found[row["step"]] = row["train/loss"]
         return found
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for child in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found.append(child)
-        except OSError:
-            continue
-    return found
-
-
-def listens(pid: int, port: int) -> bool:
-    try:
-        sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    except OSError:
-        return False
-    return any(
-        f"socket:[{line[9]}]" in sockets for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")
-    )
 
 
 def last_line(file: Path) -> str:

@@ -8,7 +8,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastictrain.channel import Channel, key_of
@@ -19,6 +18,7 @@ from elastictrain.checkpoint.memory import Memory, Snapshot
 from elastictrain.checkpoint.ranks import Ranks
 from elastictrain.checkpoint.snapshots import Identity
 from tests.checkpoint.states import manager
+from tests.processes import is_running
 
 KEY = key_of("a token of sixteen or more")
 RUN = "the run"
@@ -75,13 +75,6 @@ class Node:
     def end(self) -> None:
         self.process.end()
         wait_until(lambda: not is_running(self.pid))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:

@@ -22,8 +22,9 @@ from elastictrain.checkpoint.held import About
 from elastictrain.checkpoint.keeper_process import KeeperProcess, connect_local
 from elastictrain.checkpoint.manifest import manifest_json
 from elastictrain.checkpoint.marked import Marked, make_shared, whole_bytes
-from tests.checkpoint.nodes import KEY, Node, is_running, memory_of, wait_until
+from tests.checkpoint.nodes import KEY, Node, memory_of, wait_until
 from tests.helpers import begin_fork
+from tests.processes import is_running
 
 pytestmark = pytest.mark.slow  # it starts processes
 

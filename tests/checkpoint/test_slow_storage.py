@@ -17,11 +17,12 @@ from elastictrain.checkpoint import CheckpointManager, CheckpointReader, saves
 from elastictrain.checkpoint.footprint import MAX_SAVES
 from elastictrain.rundir import RunDir
 from tests.checkpoint import interrupted
-from tests.checkpoint.nodes import is_running, wait_until
+from tests.checkpoint.nodes import wait_until
 from tests.checkpoint.proxy import Proxy
 from tests.checkpoint.states import expected, load_all, manager
 from tests.checkpoint.test_background import images_of, size_of
 from tests.checkpoint.test_crashes import check_swept, orphans
+from tests.processes import is_running
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Shard
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.held import MAX_EARLIER, MAX_OWN
-from tests.checkpoint.nodes import Node, is_running, meet, memory_of, snapshot, taking, wait_until
+from tests.checkpoint.nodes import Node, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import run_ranks
+from tests.processes import is_running
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import random
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset
 from elastictrain import Task
 from elastictrain.parallel.mesh import sever
 from tests.parallel.lm import DIM, VOCAB, Block
+from tests.processes import children_of
 
 NUM_SAMPLES, LENGTH = 48, 8
 
@@ -40,13 +40,7 @@ class Mortal(Block):
 
 def workers_of(agent: int) -> list[int]:
     """Its processes, spares too."""
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == agent and "elastictrain.cli.worker" in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(pid)
-    return found
+    return children_of(agent, running="elastictrain.cli.worker")
 
 
 class Samples(Dataset[Tensor]):

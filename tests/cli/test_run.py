@@ -18,6 +18,7 @@ import pytest
 from elastictrain.cli import launch as launch_module
 from elastictrain.cli import main as main_module
 from tests.helpers import begin_fork
+from tests.processes import children_of, is_running
 
 ROOT = Path(__file__).parents[2]
 NET = str(Path(__file__).with_name("net_task.py"))
@@ -73,12 +74,10 @@ class Command:
 def workers_of(agent: int) -> dict[int, int]:
     """{rank: pid} of the agent's workers."""
     found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in children_of(agent):
         try:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == agent:
-                env = dict(item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if item)
-                found[int(env["RANK"])] = int(pid)
+            env = dict(item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if item)
+            found[int(env["RANK"])] = pid
         except (OSError, KeyError):
             continue
     return found
@@ -146,7 +145,7 @@ def test_an_agent_that_is_killed_costs_no_more_than_the_steps_since_the_last_sav
     os.kill(run.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in workers.values()):
+    while any(Path(f"/proc/{pid}").exists() and is_running(pid) for pid in workers.values()):
         assert time.monotonic() < deadline, "workers outlive their agent"
         time.sleep(0.02)
     again = Command(tmp_path, *options, "--nproc-per-node", "1")
@@ -156,13 +155,6 @@ def test_an_agent_that_is_killed_costs_no_more_than_the_steps_since_the_last_sav
     assert found is not None and int(found[1]) >= 7 * nth, again.text
     rows = [row for row in logged(tmp_path / "r") if "train/loss" in row and row["step"] > int(found[1])]
     assert {row["step"] for row in rows} == set(range(int(found[1]) + 1, 61))
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ from elastictrain.metrics.ledger import read_ledger
 from elastictrain.reports.facts import facts, read_report
 from elastictrain.reports.page import page
 from elastictrain.rundir import RunDir
-from tests.checkpoint.nodes import is_running, wait_until
+from tests.checkpoint.nodes import wait_until
 from tests.cli.net_task import Net
 from tests.cli.test_run import Command, logged
+from tests.processes import children_of, is_running
 
 TASK = str(Path(__file__).with_name("dying_task.py"))
 STEPS = 16
@@ -33,14 +34,7 @@ def command(folder: Path, name: str, how: str, *argv: str) -> Command:
 
 def keeper_of(agent: int) -> int | None:
     """The keeper that the agent has started."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == agent and "keeper_main" in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-        except OSError:
-            continue
-    return None
+    return next(iter(children_of(agent, running="keeper_main")), None)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

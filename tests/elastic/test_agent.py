@@ -23,6 +23,7 @@ from elastictrain.elastic.agent_config import AgentConfig
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
 from tests.helpers import begin_fork
+from tests.processes import is_running
 
 WORKER = [sys.executable, str(Path(__file__).with_name("worker_program.py"))]
 TOO_LONG = 120.0
@@ -79,7 +80,7 @@ class Run:
         outcome: dict[str, Any] = json.loads(result.read_text())
         assert os.waitstatus_to_exitcode(done[1]) == outcome["code"]
         for file in self.log.glob("pid-*") if is_last else ():
-            assert not alive(int(file.read_text())), f"worker {file.name} was left behind"
+            assert not is_running(int(file.read_text())), f"worker {file.name} was left behind"
         return outcome
 
     def wait_for_step(self, step: int) -> None:
@@ -97,13 +98,6 @@ class Run:
     @property
     def stderr(self) -> str:
         return read(self.log / f"{self.name}.err")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 HOMES = [Path("/dev/shm"), Path(tempfile.gettempdir())]
@@ -332,7 +326,7 @@ def test_a_worker_that_hangs_after_its_error(tmp_path: Path) -> None:
 def test_what_a_dead_worker_started_ends_with_it(tmp_path: Path) -> None:
     run = Run(tmp_path, workers=1, steps=20, events={"0/0": [3, "child"]})
     assert run.wait()["code"] == 0
-    assert not alive(int((tmp_path / "child").read_text()))
+    assert not is_running(int((tmp_path / "child").read_text()))
 
 
 def test_workers_end_with_their_agent(tmp_path: Path) -> None:
@@ -343,7 +337,7 @@ def test_workers_end_with_their_agent(tmp_path: Path) -> None:
     deadline = time.monotonic() + 5
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
     assert len(pids) == 2
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

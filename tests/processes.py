@@ -1,0 +1,43 @@
+"""What ``/proc`` says of other processes, for tests. No torch: light workers import it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """It is there, and no zombie."""
+    try:
+        return _fields(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(pid: int, *, running: str = "") -> list[int]:
+    """Its children, oldest number first; ``running``: only those with this in their command line."""
+    found = []
+    for child in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
+        try:
+            if int(_fields(child)[1]) == pid and running in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def listens(pid: int, port: int) -> bool:
+    """Does it listen on that port, at some IPv4 address?"""
+    try:
+        sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    except OSError:
+        return False
+    return any(
+        f"socket:[{line[9]}]" in sockets for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")
+    )
+
+
+def _fields(pid: int) -> list[str]:
+    """Its state, its parent, …: what follows its name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
