@@ -15,6 +15,7 @@ from typing import Any
 from elastictrain.cli import target as targets
 from elastictrain.cli.target import Target
 from elastictrain.config import MeshConfig
+from elastictrain.elastic.address import parse_address
 from elastictrain.errors import UsageError
 from elastictrain.loggers import parse_logger
 from elastictrain.parallel.zones import read_zones
@@ -172,7 +173,7 @@ def _endpoint(options: Mapping[str, Any], max_nodes: int, *, run_dir: str | None
             f"--rdzv-backend {backend}: it is elastictrain, or c10d, as torchrun's environment has it, where"
             " --rdzv-endpoint is HOST:PORT; leave the option out"
         )
-    is_place = bool(given) and re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\[\]]+)(:\d{1,5})?", given) is not None
+    is_place = bool(given) and parse_address(given) is not None
     if given and not is_place and "/" not in given and ":" in given:
         raise UsageError(f"--rdzv-endpoint {given}: write HOST:PORT, or a directory or URL that all nodes reach")
     if max_nodes == 1:

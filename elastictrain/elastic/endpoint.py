@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import make_token, read_token
+from elastictrain.elastic.address import parse_address
 from elastictrain.elastic.node import listen
 from elastictrain.elastic.rendezvous import LOOPBACK
 from elastictrain.errors import UsageError
@@ -36,12 +36,13 @@ def host_and_port(endpoint: str) -> tuple[str, int] | None:
     """None: it is a run directory."""
     if not endpoint:
         raise UsageError("--rdzv-endpoint is empty: give it a run directory that all nodes reach, or HOST:PORT")
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^/:\[\]]+)(?::(\d{1,5}))?", endpoint)
+    found = parse_address(endpoint)
     if found is None or "://" in endpoint:
         return None
-    if found[2] is None and (os.path.isdir(endpoint) or found[1] in (".", "..")):
+    host, port = found
+    if port is None and (os.path.isdir(endpoint) or host in (".", "..")):
         return None
-    return found[1].strip("[]"), int(found[2] or ENDPOINT_PORT)
+    return host, ENDPOINT_PORT if port is None else port
 
 
 def listen_if_mine(host: str, port: int, own: str) -> tuple[bool, socket.socket]:
