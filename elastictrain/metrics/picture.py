@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from elastictrain.metrics.console import format_percent, format_seconds
 from elastictrain.metrics.goodput import CAUSES
-from elastictrain.metrics.timeline import COLORS, Row, Timeline, columns, timeline
+from elastictrain.metrics.timeline import COLORS, Row, Timeline, columns, shares_below, timeline
 
 Pixels = npt.NDArray[np.uint8]  # (height, width, 3)
 
@@ -86,8 +86,7 @@ def ticks(length: float, *, num: int) -> list[float]:
 def _stacked(run: Timeline, group: tuple[Row, ...], *, width: int) -> Pixels:
     """A row: each column of pixels is filled, from below, with the shares of its time. Where nobody was, it is empty."""
     seconds = columns(group, begin=run.begin, end=run.end, num=width)
-    share = np.cumsum(seconds, axis=1) * (width / max(run.end - run.begin, 1e-9) / len(group))
-    share *= np.where(share[:, -1:] > 0.98, 1 / np.maximum(share[:, -1:], 1e-9), 1.0)  # no gap of a rounding
+    share = shares_below(seconds, full=max(run.end - run.begin, 1e-9) / width * len(group))
     heights = np.arange(_ROW)[::-1, None, None] + 0.5
     number = (share[None] * _ROW <= heights).sum(axis=2)  # (rows of pixels, columns): which cause, or none
     palette = np.array([_rgb(COLORS[cause]) for cause in CAUSES] + [_rgb(_EMPTY)], np.uint8)

@@ -155,6 +155,21 @@ def columns(rows: Iterable[Row], *, begin: float, end: float, num: int) -> npt.N
     return found
 
 
+def shares_below(seconds: npt.NDArray[np.float64], *, full: float) -> npt.NDArray[np.float64]:
+    """Where each cause ends in a column, from below.
+
+    Args:
+        seconds: float64, (columns, causes), see :func:`columns`.
+        full: seconds that fill a column.
+
+    Returns:
+        float64, (columns, causes): sums of shares; a column that is all but full is full, without a gap of rounding.
+    """
+    share: npt.NDArray[np.float64] = np.cumsum(seconds, axis=1) / full
+    share *= np.where(share[:, -1:] > 0.98, 1 / np.maximum(share[:, -1:], 1e-9), 1.0)
+    return share
+
+
 def _pieces(row: Sequence[Stretch]) -> Iterator[tuple[float, float, int, float]]:
     """From, to, number of a cause, and how many seconds of that time it had."""
     opening = None  # the agent and generation that have begun

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from elastictrain.metrics.console import format_seconds
 from elastictrain.metrics.goodput import CAUSES
 from elastictrain.metrics.picture import rows_to_draw, ticks
-from elastictrain.metrics.timeline import Mark, Timeline, columns
+from elastictrain.metrics.timeline import Mark, Timeline, columns, shares_below
 from elastictrain.reports.chart import MANY
 from elastictrain.reports.facts import mark_in_words
 
@@ -57,9 +57,7 @@ def _length(run: Timeline) -> float:
 def _filled(seconds: npt.NDArray[np.float64], *, label: str, y: int, height: int, full: float) -> list[str]:
     """One path for each cause; parts beside each other with the same shares are one rectangle."""
     num = len(seconds)
-    share = np.cumsum(seconds, axis=1) / full
-    share *= np.where(share[:, -1:] > 0.98, 1 / np.maximum(share[:, -1:], 1e-9), 1.0)  # no gap of a rounding
-    tops = np.round(np.clip(share, 0, 1) * height, 1)
+    tops = np.round(np.clip(shares_below(seconds, full=full), 0, 1) * height, 1)
     cuts = [0, *(np.flatnonzero((tops[1:] != tops[:-1]).any(axis=1)) + 1).tolist(), num]
     width = (_RIGHT - _LEFT) / num
     paths: dict[int, list[str]] = {}
