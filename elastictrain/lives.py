@@ -145,16 +145,20 @@ class Lives:
                 "worker rank %d could not go on in the next generation, and is replaced: %s", self._mine.rank, text
             )
 
+    def _who_can(self) -> AgentMembership | None:
+        """This process' membership, if it can go on in another generation."""
+        if self.problem is None and compiled_frames() > self._compiled_before:
+            self._cannot(COMPILES)
+        return self._mine if self.problem is None else None
+
     def goes_on(self, error: BaseException) -> bool:
         """``error`` has ended the generation here: does this process go on in another one?"""
-        mine = self._mine
-        if mine is None or self.problem is not None or not isinstance(error, Exception):
+        if not isinstance(error, Exception):
             return False
-        if isinstance(error, NothingKept):
+        if self.problem is None and isinstance(error, NothingKept):
             self._cannot(str(error))
-            return False
-        if compiled_frames() > self._compiled_before:
-            self._cannot(COMPILES)
+        mine = self._who_can()
+        if mine is None:
             return False
         try:
             if is_lost_peer(error):
@@ -188,11 +192,8 @@ class Lives:
 
     def goes_on_after_change(self) -> bool:
         """All ranks have stopped for nodes that come or go: does this process go on in the next generation?"""
-        mine = self._mine
-        if mine is None or self.problem is not None:
-            return False
-        if compiled_frames() > self._compiled_before:
-            self._cannot(COMPILES)
+        mine = self._who_can()
+        if mine is None:
             return False
         mine.handed_over()
         try:
@@ -208,7 +209,6 @@ class Lives:
             SystemExit: there is none.
         """
         assert self._mine is not None and self._origin is not None
-        sever()
         abandon()
         self._origin.restore()
         self.needs_state = self._origin.has_weights
