@@ -3,15 +3,14 @@
 Ranks meet on log steps anyway: there each node tells its account so far, and each rank how long it was busy, in the sum that
 is made in any case. So rank 0 knows the goodput of the whole run, and every node how long it waited for slower ranks.
 
-What earlier starts of the run spent is read from the ledger beside training; goodput is logged from then on.
+What earlier starts of the run spent is read from the ledger beside training (:mod:`elastictrain.metrics.earlier`); goodput
+is logged from then on.
 
 On failure: a ledger that cannot be read is a warning, and no goodput is logged. Nothing else here can fail.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,16 +18,10 @@ from typing import Any
 import numpy as np
 
 from elastictrain.metrics.console import event_line, make_console, print_line
+from elastictrain.metrics.earlier import Earlier
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
-from elastictrain.metrics.ledger import condense_earlier, read_ledger
-from elastictrain.metrics.lines import Line
-from elastictrain.rundir import RunDir, first_line
 from elastictrain.session import Session
 
-log = logging.getLogger(__name__)
-
-READER = "elastictrain-ledger"  # the thread
-_condensing = threading.Lock()  # the thread of an earlier generation may still be at it, where a process lives on
 _VIEW_EVERY = 1.0  # seconds
 _MANY = 1024  # ranks, from which on they do not tell how busy they were
 
@@ -48,8 +41,7 @@ class Account:
         # Seconds since training began, when they were last looked at.
         self._data = self._busy = self._met = self._fed = 0.0
         self._recent = Recent()
-        self._before = goodput(session.begun) if session.is_first_start else None  # until it has been read
-        self._reader: threading.Thread | None = None
+        self._first = goodput(session.begun) if session.is_first_start else None
         self._has_peers = 1 < session.ranks.world_size <= _MANY
         self.is_new = True
 
@@ -119,10 +111,10 @@ class Account:
             self._busy, self._met = self._busy + mine, met
         if not s.ranks.is_main:
             return {}
-        if self._before is None:
-            self._read()
+        before = self._before()
+        if before is None:
             return {}
-        so_far = self._before.plus(sums[: len(CAUSES)])
+        so_far = before.plus(sums[: len(CAUSES)])
         recent = self._recent.percent(time.monotonic(), so_far)
         values = {f"goodput/lost/{cause}": seconds for cause, seconds in so_far.lost.items()}
         for name, percent in (("percent", so_far.percent), ("percent_recent", recent)):
@@ -143,30 +135,11 @@ class Account:
         self._times[:] = 0.0
         self._viewed, self._view_due = c.step + 1, now + _VIEW_EVERY
 
-    def _read(self) -> None:
-        """Begin to read the ledger, once: it has an object for every half a minute of every node."""
-        run_dir = self._session.run_dir
-        if self._reader is None and self._session.ledger is not None and run_dir is not None:
-            begun = self._session.begun
-            self._reader = threading.Thread(target=self._reading, args=(run_dir, begun), name=READER, daemon=True)
-            self._reader.start()
-
-    def _reading(self, run_dir: RunDir, begun: list[Line]) -> None:
-        try:
-            self._before = _spent_before(read_ledger(run_dir), begun)
-        except Exception as error:  # only what is logged as goodput depends on it
-            log.warning("the ledger cannot be read (%s): goodput is not logged", first_line(error))
-            return
-        try:
-            with _condensing:
-                condense_earlier(run_dir, begun[0]["generation"])
-        except Exception as error:  # only how much is read the next time depends on it
-            log.info("the ledger is not condensed (%s)", first_line(error))
-
-
-def _spent_before(lines: list[Line], begun: list[Line]) -> Goodput:
-    """By earlier starts, up to the beginning of this one: what this start has written meanwhile is known otherwise."""
-    mine = max(line["generation"] for line in begun or lines)
-    there = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node")]
-    opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
-    return goodput([*there, *opening, *begun])
+    def _before(self) -> Goodput | None:
+        """What earlier starts spent; None while that is being read."""
+        s = self._session
+        if self._first is not None or s.ledger is None or s.run_dir is None:
+            return self._first
+        if s.earlier is None:
+            s.earlier = Earlier(s.run_dir, s.begun)
+        return s.earlier.spent

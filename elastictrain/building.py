@@ -262,6 +262,8 @@ class Builder:
             s.recorder.close()
         if s.publisher is not None:
             s.publisher.close()
+        if s.earlier is not None:
+            s.earlier.close()
         if s.ledger is not None:
             s.account_for_now()
             s.ledger.close()

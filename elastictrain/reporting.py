@@ -315,14 +315,15 @@ class Reporter:
     def pausing(self, cause: str) -> Iterator[None]:
         """Around a validation or a save, between two steps: its time is not the steps', but has this cause."""
         self._account.settle()
-        started, hooks = time.perf_counter(), self._session.hooks.seconds
-        before = dict(hooks)
+        started, hooks, times = time.perf_counter(), self._session.hooks.seconds, self._session.times
+        before, doing, times.doing = dict(hooks), times.doing, cause
         try:
             yield
         finally:
             spent = time.perf_counter() - started
             self._paused += spent
-            self._session.times.spend(cause)
+            times.spend(cause)
+            times.doing = doing
             if cause == "checkpoint":
                 self.pending["checkpoint/stall_seconds"] = spent
             hooks.clear()

@@ -284,7 +284,8 @@ class Resumption:
             return
         host, number = socket.gethostname(), mine.node_rank
         node = f"{mine.node or host}-{mine.agent_pid}"
-        s.ledger = Ledger(s.run_dir, generation=generation, number=number, node=node)
+        counts = (lambda: (s.counters.step, s.counters.samples, s.counters.tokens)) if s.accounts else None
+        s.ledger = Ledger(s.run_dir, generation=generation, number=number, node=node, counts=counts)
         if s.ranks.is_main:
             s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size, mesh=str(s.mesh.shape))
         if s.accounts:

@@ -29,6 +29,7 @@ from elastictrain.data.choose import Chosen
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError
+from elastictrain.metrics.earlier import Earlier
 from elastictrain.metrics.goodput import TimeBook
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.metrics.logbook import LogBook, Written
@@ -120,6 +121,7 @@ class Session:
     recorder: Recorder | None = None  # rank 0 only
     lease: Lease | None = None  # rank 0 only
     ledger: Ledger | None = None  # the first rank of each node
+    earlier: Earlier | None = None  # what the starts before this one spent; rank 0 asks
     publisher: Publisher | None = None  # where somebody asks the agent
     times: TimeBook = field(default_factory=TimeBook)  # where this node's time goes
     begun: list[dict[str, Any]] = field(default_factory=list)  # what this node's account began with, in the ledger

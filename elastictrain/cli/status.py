@@ -100,12 +100,14 @@ def _watch(folder: Folder, place: RunDir, found: dict[str, Any], *, as_json: boo
 def rows(found: Mapping[str, Any]) -> Iterator[str]:
     """A status as lines for a person."""
     from elastictrain.metrics.console import format_count, format_percent, format_seconds
-    from elastictrain.metrics.status import silence
+    from elastictrain.metrics.status import doing_in_words, silence
 
     age = format_seconds(max(0.0, time.time() - found["seen"]))
     yield f"{found['state']}: step {found['step']}, generation {found['generation']}, last seen {age} ago"
     if found["state"] == "silent":
         yield f"  note: {silence(age)}"
+    if (doing := doing_in_words(found, now=time.time())) is not None:
+        yield f"  now: {doing}"
     if "samples" in found:
         tokens = f", {format_count(found['tokens'])} tokens" if found["tokens"] else ""
         yield f"  trained: {format_count(found['samples'])} samples{tokens}"

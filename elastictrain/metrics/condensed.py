@@ -9,12 +9,17 @@ are left as they are, so that this is no coarser where a rollback is short.
 They are written to an object that stands for others (:mod:`elastictrain.metrics.lines`). Those are deleted one round later:
 by then nobody reads by a list that has them, and what replaced them is long on the disk.
 
+Two processes may do this at once: a node that is cut off and does not know that another start has begun, or the reader of
+an earlier start. Then two objects stand for the same ones, and lines are there twice, once as they were and once as a part
+of a longer line. Nothing is lost by that, and :func:`distinct` counts each second once.
+
 Nothing here can fail but for storage that does not answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -44,12 +49,50 @@ def condense(lines: Sequence[Line], *, most: int) -> list[Line]:
             others.setdefault(line["event"], []).append(line)
     found: list[Line] = []
     for kind, events in others.items():
+        if kind == "alive":  # what counts are those since the last account
+            ends = {who: max(line["to"] for line in mine) for who, mine in accounts.items()}
+            events = [line for line in events if line["time"] > ends.get((line["node"], line["generation"]), 0.0)]
         found += events if kind in ("start", "node") else events[-MOST_EVENTS:]
     for (_, generation), mine in accounts.items():
         kept = min([step for later, step in resumed if later > generation], default=math.inf)
         mine.sort(key=lambda line: (line["from"], line["to"]))
         found += _fewer(mine, most, kept)
     return found
+
+
+def distinct(lines: Sequence[Line]) -> list[Line]:
+    """Those that are there once, in their order; of accounts of the same time, those that cover it without a break."""
+    accounts: dict[tuple[str, int], list[Line]] = {}
+    seen: set[str] = set()
+    once = []
+    for line in lines:
+        if line["event"] == "time" and line["from"] < line["to"]:
+            accounts.setdefault((line["node"], line["generation"]), []).append(line)
+            once.append(line)
+        elif (text := json.dumps(line, sort_keys=True)) not in seen:
+            seen.add(text)
+            once.append(line)
+    kept = {id(line) for mine in accounts.values() for line in _chain(mine)}
+    return [line for line in once if line["event"] != "time" or line["from"] == line["to"] or id(line) in kept]
+
+
+def _chain(lines: list[Line]) -> Iterator[Line]:
+    """Of one node's accounts, as one after the other as there are: from the end of one, the way that leads farthest."""
+    reach: dict[float, float] = {}  # how far one comes from where a line begins, by the best one there
+    best: dict[float, Line] = {}
+    for line in sorted(lines, key=lambda line: -float(line["from"])):
+        begin, end = float(line["from"]), float(line["to"])
+        end = reach.get(end, end)
+        if begin not in reach or end > reach[begin]:
+            reach[begin], best[begin] = end, line
+    covered = -math.inf
+    for at in sorted(best):
+        if at in best and reach[at] > covered:
+            while at in best:
+                line = best.pop(at)
+                yield line
+                at = float(line["to"])
+            covered = max(covered, at)
 
 
 def _fewer(lines: list[Line], most: int, kept: float) -> list[Line]:

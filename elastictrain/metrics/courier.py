@@ -29,6 +29,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 FIRST_INTERVAL = 2.0  # seconds between flushes at first, so that a new run is soon seen
 LAST_INTERVAL = 30.0  # and later, so that a long run does not leave a million objects
 STORE_INTERVAL = 300.0  # the same on object stores, where each flush leaves objects that every reader has to list
+_QUIET = 1.5  # times the interval, after which an idle process is heard
 _SEGMENT = 5_000  # items in one object at most: what a long outage has kept back goes out in pieces
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Courier(Generic[T]):
         what: the items are records of, for messages.
         max_items: how many wait in memory, for each writer, while the store does not take them.
         pace: seconds between two flushes, from the age of the courier in seconds.
+        idle: makes an item where nobody has asked for a flush for half as long again, from the first one on; in the
+            background. So it is heard that this process lives.
     """
 
     def __init__(
@@ -106,12 +109,13 @@ class Courier(Generic[T]):
         what: str,
         max_items: int,
         pace: Callable[[float], float] = interval,
+        idle: Callable[[], T] | None = None,
     ) -> None:
         self._outlets = [_Outlet(writer, run_dir=run_dir, max_items=max_items) for writer in writers]
         self.what = what
         self._run_dir = run_dir
         self._max_items = max_items
-        self._pace = pace
+        self._pace, self._idle = pace, idle
         self._inbox: deque[T] = deque()
         self._under_way: deque[T] = deque(maxlen=max_items)  # taken from there, and perhaps not written yet
         self._num_dropped = 0
@@ -204,7 +208,10 @@ class Courier(Generic[T]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._served)
+                while not self._changed.wait_for(lambda: self._asked > self._served, timeout=self._patience()):
+                    assert self._idle is not None
+                    self._inbox.append(self._idle())
+                    self._asked += 1
                 number = self._asked
                 items = [self._inbox.popleft() for _ in range(len(self._inbox))]
                 self._under_way.extend(items)
@@ -226,6 +233,12 @@ class Courier(Generic[T]):
             with self._changed:
                 if self._deadline is not None and self._asked == number:
                     return
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for somebody to ask; None: forever."""
+        if self._idle is None or self._deadline is not None:
+            return None
+        return _QUIET * self._pace(time.monotonic() - self._born)
 
     def _write_by_the_deadline(self) -> bool:
         """Write; once closing, again and again until it is done or late."""

@@ -8,7 +8,8 @@ alone, whoever asks, so that it survives every process.
 Only then is known what was in vain: steps that a later start did again were productive when they were done, and are
 ``replayed`` from the moment that start begins. Where a node's account has a hole, because a process died with what it had
 not written yet, the agent that watched it knows when it died and how many steps it had done: these were steps, and what is
-not even known to be that is ``unknown``.
+not even known to be that is ``unknown``. Where the agent died as well, there may be signs of life, which say how far
+it had come by then.
 
 A node's time begins with its agent and ends with the last thing that is known of it. Nothing here can fail, but for
 storage that does not answer.
@@ -21,7 +22,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,6 +188,7 @@ def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
     resumed = _Resumed(lines)
     reached = {(line["node"], line["generation"]): line["reached"] for line in lines if line["event"] == "node"}
     by_node: dict[str, list[Stretch]] = {}
+    newest: dict[tuple[str, int], Stretch] = {}
     for line in lines:
         if line["event"] == "time":
             seconds = {cause: float(s) for cause, s in line["seconds"].items()}
@@ -194,11 +196,31 @@ def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
             first, last = line["steps"]
             made = Stretch(*who, line["from"], line["to"], first, last, seconds)
             by_node.setdefault(made.node, []).append(made)
+            newest[who] = max(newest.get(who, made), made, key=lambda stretch: stretch.stop)
+    for heard in _heard(lines, newest):
+        by_node[heard.node].append(heard)
     found: list[Stretch] = []
     for node, mine in by_node.items():
         for stretch in sorted(mine, key=lambda s: (s.start, s.stop)):
             found += _joined(found[-1] if found and found[-1].node == node else None, stretch, reached)
     return [_judged(stretch, resumed) for stretch in found]
+
+
+def _heard(lines: Iterable[Mapping[str, Any]], newest: Mapping[tuple[str, int], Stretch]) -> Iterator[Stretch]:
+    """What is not in a node's account yet, or never will be, and known by its signs of life: steps, or what it was doing."""
+    signs: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["event"] == "alive":
+            signs.setdefault((line["node"], line["generation"]), []).append(line)
+    for who, mine in signs.items():
+        at, reached = (newest[who].stop, newest[who].last) if who in newest else (math.inf, 0)
+        for sign in sorted(mine, key=lambda sign: float(sign["time"])):
+            if (now := sign["time"]) > at:
+                step = max(reached, sign["step"])
+                yield Stretch(
+                    *who, at, now, reached, step, {"productive" if step > reached else sign["doing"]: now - at}
+                )
+                at, reached = now, step
 
 
 def _joined(before: Stretch | None, new: Stretch, reached: Mapping[tuple[str, int], int]) -> list[Stretch]:

@@ -11,6 +11,7 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``end`` | rank 0 | ``time``, ``step``, ``outcome`` |
 | ``node`` | each node, when it starts | ``time``, ``name``, ``host``, ``agent_pid``, ``workers``, ``reached`` |
 | ``time`` | each node | ``from``, ``to``, ``steps`` [first, last], ``samples``, ``tokens``, ``seconds`` by cause |
+| ``alive`` | each node | ``time``, ``step``, ``samples``, ``tokens``, ``doing``, ``since`` |
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
 | ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
 
@@ -18,6 +19,10 @@ A recovery with ``planned`` true is none: nodes joined or left in good order. It
 ``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of segments have ``node``, which tells one node's
 agent from all others; times are in seconds since the epoch. ``reached`` is how many steps its workers had finished when
 they ended before this start, as the agent saw it; -1 if that is not known.
+
+A node writes on log steps, and where those are rare it says that it is ``alive``: after how many steps, what it is
+``doing`` (a cause of time), and ``since`` when it has been at this step, as far as it was looked at. That is done by the
+thread that writes, so that a long step, a validation or a compilation are no silence.
 
 So that what is read and written stays bounded, a node replaces every :data:`_MANY` of its segments by one with fewer lines,
 and a later start all segments of earlier ones (``g000004-000000-sum.jsonl``): :mod:`elastictrain.metrics.condensed` has how,
@@ -34,10 +39,11 @@ import logging
 import posixpath
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from elastictrain.metrics import condensed
-from elastictrain.metrics.courier import Courier, Writer, interval
+from elastictrain.metrics.courier import LAST_INTERVAL, Courier, Writer, interval
 from elastictrain.metrics.goodput import TimeBook
 from elastictrain.metrics.lines import Folder, Line, stand_in
 from elastictrain.metrics.record import Series
@@ -47,6 +53,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "events"
 _MANY = 64  # segments that become one
+_MANY_ON_STORES = 12  # the same where whoever reads has to list them, which is slow
+_STORE_INTERVAL = 60.0  # seconds between two of them there; a run is thought silent after twice as long
 _FEW = 8  # lines of a node and an earlier start
 _TOO_MANY = 4 * _MANY  # segments that cannot be deleted: more are not replaced
 
@@ -58,14 +66,28 @@ class Ledger:
         generation: the number of this start among all of the run.
         number: of this node; rank 0's is 0.
         node: tells it, and its agent, from all others.
+        counts: finished steps, samples and tokens by now; asked in the background, to say that this node is alive.
     """
 
-    def __init__(self, run_dir: RunDir, *, generation: int, number: int = 0, node: str = "") -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        generation: int,
+        number: int = 0,
+        node: str = "",
+        counts: Callable[[], tuple[int, int, int]] | None = None,
+    ) -> None:
         self._run_dir, self._generation, self._node = run_dir, generation, node
+        self._pace = partial(interval, last=LAST_INTERVAL if run_dir.is_local else _STORE_INTERVAL)
         writers: list[Writer[Line]] = [_Segments(run_dir, generation=generation, number=number)]
-        self._courier = Courier(run_dir, writers, what="events", max_items=50_000)
+        about: dict[str, Any] = {"what": "events", "max_items": 50_000, "pace": self._pace}
+        self._courier = Courier(run_dir, writers, **about, idle=None if counts is None else self._alive)
         self._born = self._accounted = time.monotonic()
         self._steps = 0  # finished when the account was last written
+        self._counts = counts
+        self._book: TimeBook | None = None
+        self._at = -1, time.time()  # the step that it was seen at, and since when
 
     def started(self, *, step: int, world_size: int, mesh: str = "") -> None:
         self._create("start", step=step, world_size=world_size, mesh=mesh)
@@ -80,7 +102,7 @@ class Ledger:
         Returns:
             what that adds to the ledger: who it is, and that its account begins.
         """
-        self._steps = step
+        self._steps, self._book, self._at = step, book, (step, time.time())
         begins = {"steps": [step, step], "from": book.began, "to": book.began, "seconds": {}}
         lines = [self.note("node", time=time.time(), reached=reached, **about), self.note("time", **begins)]
         self._courier.flush()  # a node that dies at once was there, too
@@ -100,12 +122,22 @@ class Ledger:
             now: it is due.
         """
         clock = time.monotonic()
-        if not now and clock - self._accounted < interval(clock - self._born):
+        if not now and clock - self._accounted < self._pace(clock - self._born):
             return
-        self._accounted = clock
+        self._accounted, self._at = clock, (step, time.time())
         self.note("time", steps=[self._steps, step], samples=samples, tokens=tokens, **book.take())
         self._steps = step
         self._courier.flush()
+
+    def _alive(self) -> Line:
+        """In the background: a sign of life."""
+        assert self._counts is not None
+        now, (step, samples, tokens) = time.time(), self._counts()
+        if step != self._at[0]:
+            self._at = step, now
+        line = {"event": "alive", "generation": self._generation, "node": self._node, "time": now, "step": step}
+        doing = "startup" if self._book is None else self._book.doing
+        return line | {"samples": samples, "tokens": tokens, "doing": doing, "since": self._at[1]}
 
     def flush(self, *, wait: float) -> None:
         """Write what there is by now; wait so many seconds for it at most."""
@@ -131,6 +163,7 @@ class _Segments:
     def __init__(self, run_dir: RunDir, *, generation: int, number: int) -> None:
         self._run_dir, self._generation = run_dir, generation
         self._series = Series(run_dir, FOLDER, pattern=f"{{}}-n{number:03d}.jsonl", generation=generation)
+        self._many = _MANY if run_dir.is_local else min(_MANY, _MANY_ON_STORES)
         self._lines: list[Line] = []  # of all objects that count
         self._names: list[str] = []  # of these
         self._obsolete: set[str] = set()  # those that the last of them stands for, and are not known to be deleted
@@ -139,7 +172,7 @@ class _Segments:
         path = self._series.create("".join(json.dumps(line) + "\n" for line in items).encode())
         self._lines += items
         self._names.append(posixpath.basename(path))
-        if len(self._names) >= _MANY and len(self._obsolete) < _TOO_MANY:
+        if len(self._names) >= self._many and len(self._obsolete) < _TOO_MANY:
             self._condense()
 
     def _condense(self) -> None:
@@ -166,12 +199,14 @@ def condense_earlier(run_dir: RunDir, generation: int) -> None:
     if len(earlier) < _MANY:
         return
     found = ledger_folder(run_dir).look()
+    earlier -= found.unfinished  # another process may be writing them
     left = condensed.remove(run_dir, FOLDER, sorted(found.obsolete & earlier))
     counting = earlier & found.lines.keys()
     if len(counting) < _MANY or len(left) >= _TOO_MANY:
         return
     starts = [line for lines in found.lines.values() for line in lines if line["event"] == "start"]
-    lines = condensed.condense([line for name in sorted(counting) for line in found.lines[name]] + starts, most=_FEW)
+    lines = condensed.distinct([line for name in sorted(counting) for line in found.lines[name]])
+    lines = condensed.condense(lines + starts, most=_FEW)
     lines = [line for line in lines if line["event"] != "start"]
     data = stand_in(lines, names={*counting, *left}, generation=generation)
     Series(run_dir, FOLDER, pattern="{}-sum.jsonl", generation=generation).create(data)
@@ -202,7 +237,7 @@ def num_cut_short(names: Collection[str]) -> int:
 
 def ledger_folder(run_dir: RunDir) -> Folder:
     """The lines of the ledger, for one who looks more than once."""
-    return Folder(run_dir, FOLDER, is_sound=is_sound)
+    return Folder(run_dir, FOLDER, is_sound=is_sound, distinct=condensed.distinct)
 
 
 def read_ledger(run_dir: RunDir) -> list[Line]:
@@ -222,7 +257,9 @@ def is_sound(line: Line) -> bool:
         return False
     if not all(is_one(line[name]) for name, is_one in _ANY.items() if name in line):
         return False
-    return event != "time" or (line["from"] <= line["to"] and all(_is_count(line.get(n, 0)) for n in _USED))
+    if event in ("time", "alive") and not all(_is_count(line.get(name, 0)) for name in _USED):
+        return False
+    return event != "time" or line["from"] <= line["to"]
 
 
 def is_change(line: Mapping[str, Any]) -> bool:
@@ -274,6 +311,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "node": {"node": _is_text, "time": _is_time, "reached": _is_reached, "name": _is_text, "host": _is_text}
     | {"agent_pid": _is_count, "workers": _is_workers},
     "time": {"node": _is_text, "from": _is_time, "to": _is_time, "steps": _is_steps, "seconds": _is_seconds},
+    "alive": {"node": _is_text, "time": _is_time, "step": _is_count, "doing": _is_text, "since": _is_time},
     "checkpoint": {"time": _is_time, "step": _is_count, "path": _is_text, "seconds": _is_number}
     | {"num_bytes": _is_number},
     "recovery": {"time": _is_time, "cause": _is_text, "from_step": _is_count, "resumed_step": _is_count}

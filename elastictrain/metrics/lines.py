@@ -67,10 +67,12 @@ class Found:
     Args:
         lines: by object, of those that count.
         obsolete: names of those that count no longer, or never did because they were cut.
+        unfinished: names of those that were cut, or are still being written.
     """
 
     lines: Mapping[str, Sequence[Line]]
     obsolete: frozenset[str]
+    unfinished: frozenset[str]
 
 
 def stand_in(lines: Sequence[Line], *, names: Iterable[str], generation: int) -> bytes:
@@ -94,13 +96,22 @@ class Folder:
 
     Args:
         is_sound: whether an object is one of the lines that belong there; others count as damaged.
+        distinct: of lines, where objects stand for others: those that are there once. Two processes that put others in
+            their place at the same time know nothing of each other.
 
     Attributes:
         num_damaged: how many lines were passed over, of those that are there now.
     """
 
-    def __init__(self, run_dir: RunDir, folder: str, *, is_sound: Callable[[Line], bool] = lambda line: True) -> None:
-        self._run_dir, self._folder, self._is_sound = run_dir, folder, is_sound
+    def __init__(
+        self,
+        run_dir: RunDir,
+        folder: str,
+        *,
+        is_sound: Callable[[Line], bool] = lambda line: True,
+        distinct: Callable[[list[Line]], list[Line]] = lambda lines: lines,
+    ) -> None:
+        self._run_dir, self._folder, self._is_sound, self._distinct = run_dir, folder, is_sound, distinct
         self._known: dict[str, list[Line]] = {}
         self._damaged: dict[str, int] = {}
         self._instead: dict[str, list[str]] = {}  # what each stands for
@@ -113,7 +124,8 @@ class Folder:
     def read(self) -> list[Line]:
         """All lines that count by now, in the order of their objects' names. Only what is new is read from storage."""
         found = self.look().lines
-        return [line for name in sorted(found) for line in found[name]]
+        lines = [line for name in sorted(found) for line in found[name]]
+        return self._distinct(lines) if any(self._instead.values()) else lines
 
     def look(self) -> Found:
         """The same by object."""
@@ -128,7 +140,7 @@ class Folder:
                     raise
         obsolete = {one for names in self._instead.values() for one in names}
         lines = {name: some for name, some in self._known.items() if name not in obsolete}
-        return Found(lines, frozenset(obsolete & self._known.keys()))
+        return Found(lines, frozenset(obsolete & self._known.keys()), frozenset(self._open & self._known.keys()))
 
     def _refresh(self) -> None:
         there = [name for name in self._run_dir.names(self._folder) if name.endswith(".jsonl")]

@@ -28,6 +28,7 @@ _SCALE = 2  # of a letter
 _LETTER = 6 * _SCALE, 9 * _SCALE  # with the space to the next one
 _ROW, _GAP = 30, 6
 _INK, _FAINT, _PAPER, _EMPTY = "#20242c", "#c9ced6", "#ffffff", "#eef0f3"
+_PLANNED = "#8a5a00"  # of changes in good order
 
 
 def gantt_png(lines: Iterable[Mapping[str, Any]]) -> bytes:
@@ -108,7 +109,7 @@ def _draw_axis(image: Pixels, run: Timeline, *, left: int, right: int, top: int,
 
 
 def _draw_marks(image: Pixels, run: Timeline, *, left: int, right: int, top: int, bottom: int) -> None:
-    """Where generations begin a line, with its number where there is room; below, checkpoints; above, failures."""
+    """Where generations begin a line, with its number where there is room; below, saves; above, failures and changes."""
     length = max(run.end - run.begin, 1e-9)
     free = left
     for mark in run.marks:
@@ -122,9 +123,10 @@ def _draw_marks(image: Pixels, run: Timeline, *, left: int, right: int, top: int
                 free = at + (len(text) + 1) * _LETTER[0]
         elif mark.kind == "checkpoint":
             image[bottom - _GAP + 1 : bottom - 1, x : x + 3] = _rgb(COLORS["checkpoint"])
-        elif mark.kind == "recovery":
+        elif mark.kind in ("recovery", "change"):
             for i in range(7):  # a triangle that points down
-                image[top - 10 + i, max(left, x - 6 + i) : x + 8 - i] = _rgb(COLORS["detect"])
+                color = COLORS["detect"] if mark.kind == "recovery" else _PLANNED
+                image[top - 10 + i, max(left, x - 6 + i) : x + 8 - i] = _rgb(color)
 
 
 def _shortened(text: str, length: int) -> str:

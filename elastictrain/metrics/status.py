@@ -1,8 +1,8 @@
 """How a run stands, from its ledger alone. Only what is known is there.
 
 A run that was killed leaves nothing that says so: without a sign of life for :data:`SILENT` seconds it is "silent". Nodes
-write at least every half minute while log steps come that often; between them a long step, a validation, a compilation or
-the reading of a checkpoint are silent too.
+write more often than that, also within a long step, a validation or a compilation; not while a start gets ready, which may
+have a large checkpoint to read.
 
 On failure: :func:`require_begun` refuses a directory without a run; nothing else here can fail.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from elastictrain import runfile
 from elastictrain.errors import UsageError
+from elastictrain.metrics.console import format_seconds
 from elastictrain.metrics.goodput import Goodput, goodput
 from elastictrain.rundir import RunDir, without_user
 
@@ -36,10 +37,11 @@ def status(
 
     Returns:
         ``state`` ("running", "silent", "finished", "interrupted", "preempted", "changing": nodes come or go), ``seen``
-        (seconds since the epoch of the last sign of life), ``generation``, ``world_size``, ``mesh``, ``step``, ``samples``,
-        ``tokens``, ``nodes``, ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``, ``lost_seconds`` by cause,
-        ``total_seconds``, both over all nodes), and ``recoveries``, of which those that are ``planned`` are changes in good
-        order.
+        (seconds since the epoch of the last sign of life), ``doing`` (where a sign of life is newer than all else: the
+        cause of what goes on, and ``since`` when there was no new step), ``generation``, ``world_size``, ``mesh``,
+        ``step``, ``samples``, ``tokens``, ``nodes``, ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``,
+        ``lost_seconds`` by cause, ``total_seconds``, both over all nodes), and ``recoveries``, of which those that are
+        ``planned`` are changes in good order.
     """
     start = max(_of(lines, "start"), key=lambda line: line["generation"])
     here = [line for line in lines if line["generation"] == start["generation"]]
@@ -56,10 +58,13 @@ def status(
         "mesh": start.get("mesh", ""),
         "step": start["step"],
     }
-    times = [line for line in _of(here, "time") if "samples" in line]
-    if times:
-        newest = max(times, key=lambda line: (line["steps"][1], line["to"]))
-        found |= {"step": newest["steps"][1], "samples": newest["samples"], "tokens": newest["tokens"]}
+    counted = [line for line in here if line["event"] in ("time", "alive") and "samples" in line]
+    if counted:
+        newest = max(counted, key=lambda line: (_step(line), line.get("to", line.get("time"))))
+        found |= {"step": _step(newest), "samples": newest["samples"], "tokens": newest["tokens"]}
+    alive = max(_of(here, "alive"), key=lambda line: line["time"], default=None)
+    is_newest = alive is not None and alive["time"] >= seen and found["state"] == "running"
+    found["doing"] = {"cause": alive["doing"], "since": alive["since"]} if alive is not None and is_newest else None
     found["nodes"] = [
         {name: line[name] for name in ("name", "host", "agent_pid", "workers")} for line in _of(here, "node")
     ]
@@ -76,8 +81,21 @@ def status(
 def silence(age: str) -> str:
     """What "silent" may mean, in words."""
     return (
-        f"nothing was heard for {age}; it may be in a long step, or was killed: then the same command goes on with it"
+        f"nothing was heard for {age}; it was killed, and then the same command goes on with it, or a start reads a large"
+        " checkpoint, or its storage does not answer"
     )
+
+
+_DOING = {"productive": "in step {}", "compile": "compiling", "validation": "validating", "checkpoint": "saving"}
+
+
+def doing_in_words(found: Mapping[str, Any], *, now: float) -> str | None:
+    """``in step 8, 3m12s after the last step``, of a status; None where a log step was heard of last."""
+    doing = found["doing"]
+    if doing is None:
+        return None
+    what = _DOING.get(doing["cause"], "starting or ending").format(found["step"] + 1)
+    return f"{what}, {format_seconds(max(0.0, now - doing['since']))} after the last step"
 
 
 def is_planned(change: Mapping[str, Any]) -> bool:
@@ -96,6 +114,11 @@ def require_begun(run_dir: RunDir, lines: Sequence[Mapping[str, Any]]) -> None:
     if run_dir.exists(runfile.NAME):
         raise UsageError(f"the run in {run_dir} has not begun to train: look again when its first step is done")
     raise UsageError(f"{run_dir} holds no run: give the directory that `elastictrain run --run-dir` was given")
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    step: int = line["steps"][1] if "steps" in line else line["step"]
+    return step
 
 
 def _of(lines: Iterable[Mapping[str, Any]], event: str) -> Any:

@@ -20,7 +20,7 @@ from elastictrain.metrics.console import format_count, format_percent, format_se
 from elastictrain.metrics.goodput import CAUSES, USEFUL, Goodput, summed
 from elastictrain.metrics.lines import Line, as_unicode
 from elastictrain.metrics.series import ABOUT_THE_RUN, Series, read_series
-from elastictrain.metrics.status import is_planned, require_begun, status
+from elastictrain.metrics.status import doing_in_words, is_planned, require_begun, status
 from elastictrain.metrics.timeline import Mark, Timeline, timeline
 from elastictrain.rundir import RunDir, without_user
 
@@ -177,7 +177,8 @@ def _checkpoints(lines: list[Line], there: set[str], run_dir: RunDir) -> list[Ch
 
 _MEANING = {
     "running": "running",
-    "silent": "silent: in a long step, killed, or without its run directory; if killed, the same command goes on with it",
+    "silent": "silent: killed, reading a large checkpoint, or without its run directory; if killed, the same command goes on"
+    " with it",
     "changing": "changing: nodes join or leave",
     "finished": "finished",
     "interrupted": "interrupted, with everything saved; the same command goes on with it",
@@ -197,6 +198,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
     nodes = len(found["nodes"])
     ranks = f"{found['world_size']}" + (f" on {nodes} nodes" if nodes > 1 else "")
     rows = [("state", f"{state}; {seen}"), ("trained", trained)]
+    if (doing := doing_in_words(found, now=report.now)) is not None:
+        rows.append(("now", doing))
     if account.percent is not None:
         rows.append(("goodput", f"{format_percent(account.percent)} of {format_seconds(account.total)} on all nodes"))
     rows.append(("time", f"{format_seconds(run.end - run.begin)} from the first start to the last sign of life"))

@@ -103,7 +103,7 @@ def _marks(run: Timeline, bottom: int) -> list[str]:
         elif mark.kind == "checkpoint":
             parts.append(f'<path class="m-checkpoint" d="M{x:.1f} {bottom + 28}l4 5l-4 5l-4-5z">{title}</path>')
         else:
-            shape = mark.kind if mark.kind in ("recovery", "end") else "other"
+            shape = mark.kind if mark.kind in ("recovery", "change", "end") else "other"
             parts.append(f'<path class="m-{shape}" d="M{x - 5:.1f} {_TOP - 14}h10l-5 9z">{title}</path>')
     return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from elastictrain.metrics import ledger as ledger_module
 from elastictrain.metrics.condensed import condense
 from elastictrain.metrics.goodput import goodput
 from elastictrain.metrics.ledger import _Segments, condense_earlier, read_ledger
+from elastictrain.metrics.lines import stand_in
+from elastictrain.metrics.record import Series
 from elastictrain.rundir import RunDir
 from tests.metrics.test_goodput import node, spent, start
 
@@ -184,3 +187,88 @@ def test_a_store_that_deletes_nothing_keeps_the_totals(tmp_path: Path, monkeypat
     for generation, lines in enumerate(history(4, generations=6, length=40)[3:], start=3):
         write(run_dir, lines, generation, done)
         same(read_ledger(run_dir), done)
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, run_dir: RunDir, generation: int, meanwhile: Callable[[], None]
+) -> bool:
+    """Condense earlier starts; between reading them and writing what stands for them something else happens, if it is."""
+    happened = False
+
+    def create(series: Series, data: bytes) -> str:
+        nonlocal happened
+        if not happened:
+            happened = True
+            meanwhile()
+        return written(series, data)
+
+    written = Series.create
+    with monkeypatch.context() as patch:
+        patch.setattr(Series, "create", create)
+        condense_earlier(run_dir, generation)
+    return happened
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_that_condense_at_once_count_nothing_twice_and_lose_nothing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader of an earlier start is late, and a node that is cut off goes on writing and condensing its own."""
+    monkeypatch.setattr(ledger_module, "_MANY", 6)
+    source = random.Random(seed)
+    run_dir, done = RunDir(tmp_path), Lines()
+    parts = history(seed, generations=5, length=30, nodes=1)
+    zombie, num_interrupted = _Segments(run_dir, generation=0, number=0), 0
+
+    def write_some(lines: Lines, segments: _Segments) -> None:
+        while lines and source.random() < 0.8:
+            some = [lines.pop(0) for _ in range(min(len(lines), source.randint(1, 4)))]
+            segments.write(some)
+            done.extend(some)
+
+    late = parts[0][1:]
+    event = {"event": "checkpoint", "generation": 0, "node": "a", "time": 1.0, "step": 1, "path": "p", "seconds": 1.0}
+    late.insert(8, {**event, "num_bytes": 1})
+    for generation in range(1, 5):
+        lines = parts[generation]
+        run_dir.create(line_of(lines[0]), "events", f"g{generation:06d}-start.jsonl")
+        done.append(lines[0])
+        write_some(late, zombie)
+        mine = _Segments(run_dir, generation=generation, number=0)
+        for index in range(1, len(lines), 2):
+            mine.write(lines[index : index + 2])
+            done += lines[index : index + 2]
+
+        def meanwhile(generation: int = generation) -> None:
+            write_some(late, zombie)
+            condense_earlier(run_dir, generation + 1)
+            write_some(late, zombie)
+
+        num_interrupted += interrupted(monkeypatch, run_dir, generation + 1, meanwhile)
+        there = read_ledger(run_dir)
+        assert goodput(there).total == pytest.approx(goodput(done).total, abs=1e-6)
+        same(there, done)
+        saves = [[line for line in lines if line["event"] == "checkpoint"] for lines in (there, done)]
+        assert saves[0] == saves[1]
+    while late:
+        write_some(late, zombie)
+    assert num_interrupted
+    condense_earlier(run_dir, 9)
+    same(read_ledger(run_dir), done)
+
+
+def test_what_is_still_being_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader may see half of an object, or of one that stands for others: neither is replaced or deleted then."""
+    monkeypatch.setattr(ledger_module, "_MANY", 4)
+    run_dir = RunDir(tmp_path)
+    lines = history(0, generations=1, length=9, nodes=1)[0]
+    for number, line in enumerate(lines[1:]):
+        run_dir.create(line_of(line), "events", f"g000000-{number:06d}-n000.jsonl")
+    whole = {name: run_dir.read("events", name) for name in ("g000000-000003-n000.jsonl",)}
+    whole["g000000-000020-n000.jsonl"] = stand_in(lines[1:4], names=["g000000-000000-n000.jsonl"], generation=0)
+    for name, data in whole.items():
+        (tmp_path / "events" / name).write_bytes(data[: len(data) // 2])
+    condense_earlier(run_dir, 1)
+    for name, data in whole.items():
+        (tmp_path / "events" / name).write_bytes(data)
+    assert goodput(read_ledger(run_dir)).seconds == pytest.approx(goodput(lines[1:]).seconds)

@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 
-from elastictrain import Callback, CheckpointConfig, Trainer, accounting
+from elastictrain import Callback, CheckpointConfig, Trainer
 from elastictrain.callback import StepInfo
 from elastictrain.cli.main import _main
+from elastictrain.metrics import courier
+from elastictrain.metrics import earlier as earlier_module
 from elastictrain.metrics import goodput as goodput_module
 from elastictrain.metrics import ledger as ledger_module
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, TimeBook, goodput, stretches
 from elastictrain.metrics.ledger import Ledger, read_ledger
-from elastictrain.metrics.status import SILENT, status
+from elastictrain.metrics.status import SILENT, doing_in_words, status
+from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, Samples
@@ -262,6 +265,49 @@ def test_a_run_that_says_nothing_is_silent() -> None:
     assert (found["state"], found["seen"], found["step"], found["samples"]) == ("silent", 50.0, 4, 8)
 
 
+def test_a_run_with_rare_log_steps_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within steps and a validation, by what it does; and a node of which nothing else is known was there until then."""
+    monkeypatch.setattr(courier, "_QUIET", 0.02)  # of two seconds
+    found: dict[str, dict[str, Any]] = {}
+    accounts: list[tuple[Goodput, Goodput]] = []
+
+    class Rare(Recorded):
+        def looks(self, cause: str, step: int) -> None:
+            lines = read_ledger(RunDir(tmp_path))
+            found[cause] = status(lines)
+            if (doing := found[cause]["doing"]) is not None:
+                at = doing["cause"], found[cause]["step"]
+                accounts.append((goodput(line for line in lines if line["event"] != "alive"), goodput(lines)))
+                if at == (cause, step) and time.monotonic() > self.began + 0.4:
+                    return
+            assert time.monotonic() < self.began + 60, found
+            time.sleep(0.02)
+            self.looks(cause, step)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.began = time.monotonic()
+            if self.trainer.global_step == 2 and "productive" not in found:
+                self.looks("productive", 2)
+
+        def on_validation_start(self) -> None:
+            self.began = time.monotonic()
+            if self.trainer.global_step:
+                self.looks("validation", 2)
+
+    Trainer(run_dir=str(tmp_path), max_steps=3, global_batch_size=24, log_every=1000, val_every=3).fit(Rare())
+    for cause, samples, words in (("productive", 48, "in step 3, "), ("validation", 72, "validating, ")):
+        one = found[cause]
+        assert (one["state"], one["step"], one["samples"]) == ("running", 2, samples)
+        assert (doing_in_words(one, now=one["seen"]) or "").startswith(words)
+    written, known = accounts[-1]
+    assert known.total > written.total + 0.8
+    assert min(known.seconds["productive"], known.seconds["validation"]) > 0.3, "steps until the validation"
+    lines = read_ledger(RunDir(tmp_path))
+    assert status(lines)["doing"] is None, "it has ended"
+    assert goodput(lines).seconds == goodput(line for line in lines if line["event"] != "alive").seconds
+    assert not [mark for mark in timeline(lines).marks if mark.kind == "alive"]
+
+
 @pytest.mark.slow
 def test_waiting_for_a_slower_rank_is_straggling(tmp_path: Path) -> None:
     class Uneven(Recorded):
@@ -340,10 +386,10 @@ def test_what_earlier_starts_spent_is_read_beside_training(
         def on_step_end(self, info: StepInfo) -> None:
             if info.step == 4:
                 may_read.set()
-                (thread,) = [one for one in threading.enumerate() if one.name == accounting.READER]
+                (thread,) = [one for one in threading.enumerate() if one.name == earlier_module.THREAD]
                 thread.join(60)
 
-    monkeypatch.setattr(accounting, "read_ledger", read)
+    monkeypatch.setattr(earlier_module, "read_ledger", read)
     with caplog.at_level("WARNING"):
         Trainer(max_steps=6, callbacks=[Waits()], **options).fit(Recorded())
     assert caplog.text.count("the ledger cannot be read (OSError: gone)") == (not is_readable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastictrain.metrics import courier
+from elastictrain.metrics import ledger as ledger_module
+from elastictrain.metrics.goodput import TimeBook
+from elastictrain.metrics.ledger import Ledger, read_ledger
 from elastictrain.metrics.mirror import copy_new
 from elastictrain.metrics.record import Recorder
 from elastictrain.rundir import RunDir
@@ -29,12 +33,14 @@ class Clock:
         return self.now
 
     sleep = staticmethod(time.sleep)
+    time = monotonic
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(courier, "time", clock)
+    for module in (courier, ledger_module):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -45,12 +51,20 @@ def one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytest.importorskip("s3fs").S3FileSystem, "retries", 2)
 
 
-def train(recorder: Recorder, clock: Clock, steps: range, *, waits: bool = True) -> None:
+def train(recorder: Recorder, clock: Clock, steps: range, *, waits: bool = True, ledger: Ledger | None = None) -> None:
     """Log as a training loop does whose steps take a second; what is due is written before it goes on."""
+    book = TimeBook()
+    if ledger is not None:
+        about = {"name": "n", "host": "n", "agent_pid": 1, "workers": []}
+        ledger.started(step=0, world_size=1)
+        ledger.opened(book, step=0, reached=-1, **about)
     for step in steps:
         clock.now += 1.0
         recorder.log(step, 8 * step, {name: step / (i + 1) for i, name in enumerate(NAMES)}, epoch=0)
-        while waits and recorder._served < recorder._asked:
+        if ledger is not None:
+            ledger.account(book, step=step, samples=8 * step, tokens=0)
+        couriers = [recorder] if ledger is None else [recorder, ledger._courier]
+        while waits and any(one._served < one._asked for one in couriers):
             time.sleep(0.001)
 
 
@@ -71,21 +85,28 @@ def check(run_dir: RunDir, copy: Path, steps: list[int]) -> None:
 def test_a_run_of_three_hours_leaves_few_objects_and_uploads_once(
     s3_url: str, proxy: Proxy, clock: Clock, tmp_path: Path
 ) -> None:
-    recorder = Recorder(RunDir(s3_url), generation=0, start_step=0)
-    train(recorder, clock, range(1, STEPS + 1))
-    recorder.close()
     run_dir = RunDir(s3_url)
-    objects = run_dir.fs.find(run_dir.path)
+    beside = RunDir(f"memory://store-test/{uuid.uuid4().hex}")  # as long a ledger, without its two hundred requests
+    recorder, ledger = Recorder(run_dir, generation=0, start_step=0), Ledger(beside, generation=0, node="n")
+    train(recorder, clock, range(1, STEPS + 1), ledger=ledger)
+    recorder.close()
+    ledger.close()
+    objects, of_ledger = run_dir.fs.find(run_dir.path), beside.names("events")
+    accounts = [line["steps"][1] for line in read_ledger(beside) if line["event"] == "time"]
+    beside.fs.rm(beside.path, recursive=True)
     uploads = [path for method, path in proxy.seen if method == "PUT"]
-    assert 50 < len(objects) < 200, "all that there is under the run directory"
+    assert 50 < len(objects) < 200 - len(of_ledger), "all that there is under the run directory"
     assert len(uploads) == len(objects)
+    assert accounts[-1] >= STEPS - 60
 
     clock.now = 0.0
     local = Recorder(RunDir(tmp_path / "local"), generation=0, start_step=0)
     train(local, clock, range(1, STEPS + 1), waits=False)
     local.close()
     size = size_of(RunDir(tmp_path / "local"))
-    print(f"{len(objects)} objects; {proxy.uploaded} bytes uploaded, {size} on a disk")
+    print(
+        f"{len(objects)} objects and {len(of_ledger)} of the ledger; {proxy.uploaded} bytes uploaded, {size} on a disk"
+    )
     assert size < proxy.uploaded < 1.3 * size
     assert [line["step"] for line in read_records(run_dir, replayed=True)] == list(range(1, STEPS + 1))
 

@@ -107,6 +107,12 @@ class Made:
         about = {"path": str(self.path / folder), "seconds": 1.5, "num_bytes": 1_000_000}
         self._note("checkpoint", node=node, time=self.now, step=self.step, **about)
 
+    def spend(self, node: str, spent: dict[str, float]) -> Made:
+        """No step: so many seconds of these causes."""
+        begin, self.now = self.now, self.now + sum(spent.values())
+        self._account(node, begin, self.now, [self.step, self.step], spent)
+        return self
+
     def end(self, outcome: str = "finished") -> Made:
         self._note("end", time=self.now, step=self.step, outcome=outcome)
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from html.parser import HTMLParser
+from typing import Literal
 
 from rich.console import Console
 
@@ -49,11 +50,12 @@ class Terminal(Console):
     encoding = "utf-8"  # type: ignore[assignment]
 
 
-def printed(report: Report, *, width: int | None = None) -> str:
+def printed(report: Report, *, width: int | None = None, has_colors: bool = False) -> str:
     """``width``: of a terminal; None: there is none."""
     stream = io.StringIO()
+    colors: Literal["truecolor"] | None = "truecolor" if has_colors else None
     if width is None:
         show(report, console=Console(file=stream))
     else:
-        show(report, console=Terminal(file=stream, force_terminal=True, color_system=None, width=width))
+        show(report, console=Terminal(file=stream, force_terminal=True, color_system=colors, width=width))
     return stream.getvalue()

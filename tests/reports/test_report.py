@@ -16,7 +16,9 @@ import pytest
 
 from elastictrain.cli.main import _main
 from elastictrain.metrics.goodput import CAUSES
-from elastictrain.reports.facts import Report, facts, read_report, waterfall
+from elastictrain.metrics.picture import gantt_image
+from elastictrain.metrics.timeline import COLORS
+from elastictrain.reports.facts import _MEANING, Report, facts, read_report, waterfall
 from elastictrain.reports.page import page
 from elastictrain.rundir import RunDir
 from tests.helpers import elastictrain_command
@@ -82,6 +84,22 @@ def test_the_page_tells_everything_and_needs_nothing(report: Report) -> None:
     assert all(attrs.get("aria-label") for attrs in document.of_class("chart") + document.of_class("gantt"))
 
 
+def test_every_cause_has_its_own_colour_in_every_picture(tmp_path: Path) -> None:
+    made = Made(tmp_path).run(["node-1-11"], until=20).spend("node-1-11", dict.fromkeys(CAUSES, 20.0)).end()
+    assert list(COLORS) == list(CAUSES) and len(set(COLORS.values())) == len(CAUSES)
+    report = read_report(RunDir(made.write()), now=BEGAN + 1000)
+    text, drawn, image = page(report), printed(report, width=120, has_colors=True), gantt_image(made.events)
+    document = Document(text)
+    for cause, color in COLORS.items():
+        rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert f".c-{cause}{{fill:{color}}}.k-{cause}{{background:{color}}}" in text, cause
+        assert len(document.of_class(f"c-{cause}")) == 2 and len(document.of_class(f"k-{cause}")) == 2, cause
+        assert drawn.count("\x1b[38;2;{};{};{}m".format(*rgb)) >= 2, f"{cause}: in the table and in the key"
+        assert (image == rgb).all(axis=2).sum() > 14 * 14 + 30, f"{cause}: in the key, and in the row of the node"
+    for state in _MEANING:
+        assert f".state.{state}" in text, "and so has every state of a run"
+
+
 def test_the_terminal_tells_the_same(report: Report) -> None:
     plain = printed(report).splitlines()
     assert plain[0] == "net.py:Net"
@@ -107,9 +125,9 @@ def test_the_terminal_tells_the_same(report: Report) -> None:
     ("outcome", "age", "told"),
     [
         (None, 5.0, "running; last seen 5.0s ago"),
-        (None, 7200.0, "silent: in a long step, killed, or without its run directory"),
+        (None, 7200.0, "silent: killed, reading a large checkpoint, or without its run directory"),
         ("change", 5.0, "changing: nodes join or leave"),
-        ("change", 7200.0, "silent: in a long step, killed"),
+        ("change", 7200.0, "silent: killed, reading"),
         ("finished", 7200.0, "finished; last seen 2h00m ago"),
         ("interrupt", 60.0, "interrupted, with everything saved"),
         ("preempt", 60.0, "preempted, with everything saved"),
