@@ -29,8 +29,8 @@ from typing import Any
 
 from elastictrain.channel import key_of
 from elastictrain.elastic.chain import Generation, Member
-from elastictrain.elastic.links import Link
-from elastictrain.elastic.node import RunNode, listen
+from elastictrain.elastic.links import Link, listen
+from elastictrain.elastic.node import RunNode
 from elastictrain.elastic.runlog import FixedLog, RunLog
 from elastictrain.elastic.timing import Timing
 from elastictrain.rundir import RunDir

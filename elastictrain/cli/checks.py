@@ -22,7 +22,7 @@ from elastictrain.parallel.zones import read_zones
 from elastictrain.rundir import RunDir, first_line, without_user
 from elastictrain.runfile import is_same_target
 
-RDZV_CONF = ("join_timeout", "last_call_timeout", "ttl", "beat")
+RDZV_CONF = ("join_timeout", "last_call_timeout", "ttl", "beat", "return_delay", "max_return_delay")
 
 # What a script gives to its own Trainer.
 OF_CLASSES = (

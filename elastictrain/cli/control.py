@@ -1,15 +1,17 @@
-"""``elastictrain stop`` and ``drain``: end a run, or take a node out of it, from any machine that reaches its directory.
+"""``elastictrain stop``, ``drain`` and ``scale``: end a run, take a node out of it, or give it another size, from any
+machine that reaches its directory.
 
 Several nodes are asked through their leader (:mod:`elastictrain.elastic.control`). Agents that have no run log are on this
 machine and get SIGTERM, or a person is told where to send it.
 
-On failure: one line. Code 2 for a directory or a name that is wrong, 1 for a run that is not running, or does not end in
-time, or has ended and not saved.
+On failure: one line. Code 2 for a directory, a name or a size that is wrong, 1 for a run that is not running, or does not
+end in time, or has ended and not saved.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -19,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from elastictrain.cli.reading import reading
-from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, ElasticTrainError
+from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, ElasticTrainError, UsageError
 
 if TYPE_CHECKING:
     from elastictrain.elastic.chain import Member
-    from elastictrain.elastic.control import Control
+    from elastictrain.elastic.control import Control, Standing
     from elastictrain.rundir import RunDir
 
 LOOK_EVERY = 0.1
@@ -52,7 +54,7 @@ def stop(run_dir: str, rdzv_id: str, timeout: float, no_wait: bool) -> int:
 
     with reading(run_dir):
         place = RunDir(run_dir)
-        control = _control(place, rdzv_id)
+        control = control_of(place, rdzv_id)
         if control is not None:
             try:
                 before = control.stop()
@@ -82,7 +84,7 @@ def drain(run_dir: str, node: str, rdzv_id: str, timeout: float, no_wait: bool) 
 
     with reading(run_dir):
         place = RunDir(run_dir)
-        control = _control(place, rdzv_id)
+        control = control_of(place, rdzv_id)
         try:
             if control is None:
                 raise NoRunError("no node has a run log there; a run of one node is ended by `elastictrain stop`")
@@ -100,14 +102,77 @@ def drain(run_dir: str, node: str, rdzv_id: str, timeout: float, no_wait: bool) 
         is_in = before.generation.rank_of(chosen.node) is not None
         at = f" at step {after.boundary}" if is_in and after.boundary >= 0 and after.members else ""
         left = len(after.members)
-        if after.is_paused or left < before.min_nodes:
-            click.echo(f"{chosen.node} has left{at}; the others wait for nodes, of which {before.min_nodes} are needed")
+        least = before.size.min_nodes
+        if after.is_paused or left < least:
+            click.echo(f"{chosen.node} has left{at}; the others wait for nodes, of which {least} are needed")
         else:
             click.echo(f"{chosen.node} has left{at}; {_nodes(left)} go on")
     return EXIT_FINISHED
 
 
-def _control(place: RunDir, rdzv_id: str) -> Control | None:
+@click.command()
+@click.argument("run_dir")
+@click.argument("size", metavar="N|MIN:MAX")
+@_options
+def scale(run_dir: str, size: str, rdzv_id: str, timeout: float, no_wait: bool) -> int:
+    """Give RUN_DIR's run another size while it is on: MIN:MAX as in --nnodes; N alone is another MAX.
+
+    Nodes above MAX stand by, and step in when it is raised or another one goes. With fewer than MIN all wait for nodes.
+    With N alone, MIN stays as it is, or becomes N where it is more.
+    """
+    from elastictrain.elastic.control import NoRunError
+    from elastictrain.metrics.ledger import read_ledger
+    from elastictrain.metrics.status import require_begun
+    from elastictrain.rundir import RunDir
+
+    least, most = _size(size)
+    with reading(run_dir):
+        place = RunDir(run_dir)
+        control = control_of(place, rdzv_id)
+        try:
+            if control is None:
+                require_begun(place, read_ledger(place))
+                raise NoRunError(
+                    "it has no run log, as with --nnodes 1 or --rdzv-endpoint HOST:PORT; stop it, and give"
+                    " the command again with another --nnodes"
+                )
+            taken = control.scale(least=least, most=most, seconds=timeout)
+            if taken is None:
+                raise ElasticTrainError(f"{size} was not written to the run log within {timeout:g} s: it may come yet")
+            click.echo(f"the run's size is {taken.size} nodes; {_nodes(len(taken.nodes))} are there")
+            if no_wait:
+                return EXIT_FINISHED
+            after = control.wait_until_settled(seconds=timeout)
+        except NoRunError as error:
+            raise ElasticTrainError(f"the run in {place} cannot be scaled: {error}") from error
+        if after is None:
+            raise ElasticTrainError(f"not done within {timeout:g} s; what was asked for stays so, `status` tells")
+        click.echo(_standing(taken, after))
+    return EXIT_FINISHED
+
+
+def _size(text: str) -> tuple[int | None, int]:
+    """``N`` or ``MIN:MAX``; None: as it is."""
+    match = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", text.strip())
+    least, most = (int(match[1]) if match[1] else None, int(match[2])) if match else (0, 0)
+    if most < 1 or (least is not None and not 1 <= least <= most):
+        raise UsageError(f"{text} is no size of a run: write a number of nodes from 1 on, or MIN:MAX such as 2:8")
+    return least, most
+
+
+def _standing(before: Standing, after: Standing) -> str:
+    """Who trains now, and since when."""
+    now, size = after.generation, after.size
+    since = "" if now.number == before.generation.number or now.boundary < 0 else f" since step {now.boundary}"
+    out = {one.node for one in before.generation.members} - {one.node for one in now.members}
+    aside = sorted(out & {one.node for one in after.nodes})
+    if now.is_paused or len(now.members) < size.min_nodes:
+        return f"{_nodes(len(after.nodes))} wait{since} for others: {size.min_nodes} are needed"
+    stands = f"; standing by: {', '.join(aside)}" if aside else ""
+    return f"{_nodes(len(now.members))} train{since}{stands}"
+
+
+def control_of(place: RunDir, rdzv_id: str) -> Control | None:
     """None: there is no run log."""
     from elastictrain.channel import key_of
     from elastictrain.checkpoint.token import VARIABLE, has_token, read_token

@@ -14,7 +14,7 @@ import click
 
 from elastictrain import __version__
 from elastictrain.cli.checkpoint import checkpoint
-from elastictrain.cli.control import drain, stop
+from elastictrain.cli.control import drain, scale, stop
 from elastictrain.cli.dashboard import dashboard
 from elastictrain.cli.plan import plan
 from elastictrain.cli.report import report
@@ -42,6 +42,7 @@ cli.add_command(dashboard)
 cli.add_command(report)
 cli.add_command(stop)
 cli.add_command(drain)
+cli.add_command(scale)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -53,7 +53,8 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     pet="RDZV_CONF",
     default="",
     metavar="NAME=SECONDS,…",
-    help="How long nodes wait: ttl=2 (silence after which one is lost), beat=0.25, join_timeout=600, last_call_timeout=1.",
+    help="How long nodes wait: ttl=2 (silence after which one is lost), beat=0.25, join_timeout=600, last_call_timeout=1,"
+    " return_delay=10 and max_return_delay=300 (how long a host that is lost again and again is kept out).",
 )
 @option("--local-addr", pet="LOCAL_ADDR", metavar="ADDRESS", help="This node's address for the others. [found]")
 @option(

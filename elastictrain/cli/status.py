@@ -1,7 +1,9 @@
 """``elastictrain status``: how a run stands, from its run directory, whether it runs or not.
 
-On failure: a directory that holds no run is one line and code 2. While it watches, storage that does not answer is said, and
-tried again.
+The run log, whose token this machine may not have, adds the size of a run that is on, and which hosts are kept out.
+
+On failure: a directory that holds no run is one line and code 2. A run log that cannot be read adds nothing. While it
+watches, storage that does not answer is said, and tried again.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +29,7 @@ _UNDER_WAY = ("running", "changing", "silent")  # states after which there may c
 @click.command()
 @click.argument("run_dir")
 @click.option("--json", "as_json", is_flag=True, help="As one JSON object; with --watch, one on each line.")
+@click.option("--rdzv-id", default="", help="The run's, where it was given one.")
 @click.option("--watch", is_flag=True, help="Look again and again, until the run has ended or Ctrl-C.")
 @click.option(
     "--interval",
@@ -35,7 +38,7 @@ _UNDER_WAY = ("running", "changing", "silent")  # states after which there may c
     show_default=True,
     help="Seconds between two looks of --watch.",
 )
-def status(run_dir: str, as_json: bool, watch: bool, interval: float) -> int:
+def status(run_dir: str, as_json: bool, rdzv_id: str, watch: bool, interval: float) -> int:
     """How far RUN_DIR's run is, who trains it, and where its time went."""
     from elastictrain.metrics.ledger import ledger_folder
     from elastictrain.rundir import RunDir
@@ -43,25 +46,45 @@ def status(run_dir: str, as_json: bool, watch: bool, interval: float) -> int:
     with reading(run_dir):
         place = RunDir(run_dir)
         folder = ledger_folder(place)
-        found = _look(folder, place)
+        found = _look(folder, place, rdzv_id)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):  # how one leaves it
-            _watch(folder, place, found, as_json=as_json, interval=interval)
+            _watch(lambda: _look(folder, place, rdzv_id), found, as_json=as_json, interval=interval)
     else:
         click.echo(json.dumps(found, indent=2) if as_json else "\n".join(rows(found)))
     return EXIT_FINISHED
 
 
-def _look(folder: Folder, place: RunDir) -> dict[str, Any]:
+def _look(folder: Folder, place: RunDir, rdzv_id: str) -> dict[str, Any]:
     from elastictrain.metrics.status import require_begun
     from elastictrain.metrics.status import status as status_of
 
     lines = folder.read()
     require_begun(place, lines)
-    return status_of(lines) | {"num_damaged": folder.num_damaged}
+    found = status_of(lines) | {"num_damaged": folder.num_damaged}
+    return found | (_of_log(place, rdzv_id) if found["state"] in _UNDER_WAY else {})
 
 
-def _watch(folder: Folder, place: RunDir, found: dict[str, Any], *, as_json: bool, interval: float) -> None:
+def _of_log(place: RunDir, rdzv_id: str) -> dict[str, Any]:
+    """``size`` (``min``, ``max``) and ``kept_out`` (``host``, ``losses``, ``seconds`` after the last one), where known."""
+    from elastictrain.cli.control import control_of
+
+    try:
+        control = control_of(place, rdzv_id)
+        entry = None if control is None else control.newest()
+    except Exception:  # without the token, or while storage does not answer
+        return {}
+    if entry is None or entry.size is None:
+        return {}
+    here = {member.host for member in entry.generation.members}
+    away = [loss for loss in entry.losses if loss.seconds > 0 and loss.host not in here]
+    return {
+        "size": {"min": entry.size.min_nodes, "max": entry.size.max_nodes},
+        "kept_out": [{"host": loss.host, "losses": loss.times, "seconds": loss.seconds} for loss in away],
+    }
+
+
+def _watch(look: Callable[[], dict[str, Any]], found: dict[str, Any], *, as_json: bool, interval: float) -> None:
     """Show ``found``, and what is found then, until the run has ended. Only objects that are new are read."""
     from rich.live import Live
     from rich.text import Text
@@ -87,7 +110,7 @@ def _watch(folder: Folder, place: RunDir, found: dict[str, Any], *, as_json: boo
                 return
             time.sleep(interval)
             try:
-                found, trouble = _look(folder, place), ""
+                found, trouble = look(), ""
             except Exception as error:
                 if not is_storage_error(error):
                     raise
@@ -115,6 +138,11 @@ def rows(found: Mapping[str, Any]) -> Iterator[str]:
     for node in found["nodes"]:
         workers = ", ".join(f"rank {one['rank']} pid {one['pid']}" for one in node["workers"])
         yield f"  node: {node['name']}, agent pid {node['agent_pid']}, {workers}"
+    if "size" in found:
+        yield "  size: {min}:{max} nodes".format(**found["size"])
+    for one in found.get("kept_out", ()):
+        after = format_seconds(one["seconds"])
+        yield f"  kept out: {one['host']}, lost {one['losses']} times in short, until {after} after the last one"
     saved = found["last_checkpoint"]
     yield f"  checkpoint: {'none' if saved is None else '{path} (step {step})'.format(**saved)}"
     account = found["goodput"]

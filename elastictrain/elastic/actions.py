@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastictrain.elastic.chain import Entry, Generation, Member, Message
+from elastictrain.elastic.chain import Entry, Generation, Member, Message, Size
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,21 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Resized:
+    """The run has this size, whatever this node was started with."""
+
+    size: Size
+
+
+@dataclass(frozen=True)
+class KeptOut:
+    """This node's host was lost so many times: it is let in after so many seconds."""
+
+    times: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Dismissed:
     """Somebody who may has asked for this node to go; it has asked the leader to be let go."""
 
@@ -89,4 +104,19 @@ class Closed:
     reason: str
 
 
-Action = Read | Create | Trim | Connect | Send | Close | Formed | Promise | Release | Dismissed | Left | Closed
+Action = (
+    Read
+    | Create
+    | Trim
+    | Connect
+    | Send
+    | Close
+    | Formed
+    | Promise
+    | Release
+    | Resized
+    | KeptOut
+    | Dismissed
+    | Left
+    | Closed
+)

@@ -14,7 +14,8 @@ stop. One *generation* is one membership of the run. What ends a generation:
   and the next generation begins without this node; where none are, or too few, they save a checkpoint. A second SIGINT
   kills this node's workers at once;
 * somebody asks for this node to go (:mod:`elastictrain.elastic.control`): the same as a signal;
-* a node joins: the same, and nobody leaves.
+* a node joins: the same, and nobody leaves;
+* the run gets another size: the same, and where this node is one too many, it stands by with its workers.
 
 The agent prints one plain line per event and never a traceback: :class:`Outcome` carries the one error worth showing.
 On every path out of :meth:`Agent.train` no worker is left running and the private directory is removed; where the agent
@@ -125,6 +126,7 @@ class Agent(PlacedAgent):
         self._lost_since: float | None = None  # workers say that they have lost others
         self._lingering, self._stalls = Lingering("", config.exit_within), Stalls(config.stall_seconds)
         self._unexplained: Unexplained | None = None
+        self._has_stood_by = False
         self._is_kept = False  # what was trained is on storage, or with another node
         rendezvous.check = self._notices.check  # type: ignore[method-assign]
         rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
@@ -173,6 +175,8 @@ class Agent(PlacedAgent):
     def _start_workers(self, worker_group: Group) -> dict[int, Any]:
         assert self._private is not None
         self._explain()
+        if self._has_stood_by:  # no failure has cost that time
+            self._has_stood_by, self._history = False, {"started": self._history["ended"]}
         generation, count = self._handler.generation, self._config.local_world_size
         folder = os.path.join(self._private.path, f"generation-{generation}")
         self._reports = os.path.join(folder, "reports")
@@ -261,7 +265,8 @@ class Agent(PlacedAgent):
             self._handler.end(FINISHED)
             self._is_kept = True
             raise _End(Outcome(EXIT_FINISHED, self._furthest))
-        if agreed is not None and self._handler.is_in(agreed):
+        if agreed is not None and (self._handler.is_in(agreed) or self._stands_by(agreed)):
+            self._has_stood_by = not self._handler.is_in(agreed)
             return RunResult(WorkerState.UNHEALTHY)
         message = ""
         if agreed is not None and agreed.members and not agreed.is_paused:
@@ -374,7 +379,7 @@ class Agent(PlacedAgent):
         had_agreed = agreement.reason is not None
         agreement.tick()
         agreed = handler.agreed if agreement.reason is not None and not had_agreed else None
-        if agreed is not None and self._reason is None and not handler.is_in(agreed):
+        if agreed is not None and self._reason is None and not (handler.is_in(agreed) or self._stands_by(agreed)):
             self._reason = StopReason.PREEMPT
         if self._reason is not None and self._deadline is None:
             self._deadline = time.monotonic() + self._config.grace
@@ -385,6 +390,10 @@ class Agent(PlacedAgent):
             self._say(f"stopping ({self._reason.value}): {what}{again}")
         if agreed is not None and agreed.reason:
             self._say(f"nodes change at step {agreed.boundary}: {agreed.reason}")
+
+    def _stands_by(self, agreed: Generation) -> bool:
+        """Do the others go on without this node, though nobody has asked for it to go?"""
+        return bool(agreed.members) and self._reason is None and not self._handler.is_dismissed
 
     def _why(self, agreed: Generation) -> StopReason:
         """What the workers of all nodes are told: a checkpoint is needed where memory may not be enough."""

@@ -1,7 +1,8 @@
 """What a run's log says: a chain of entries, each of which holds the whole state, so that the newest one is enough.
 
 An entry is either a *claim* (another node leads: the epoch rises by one) or the leader's word under its own epoch: the
-next *generation* of members, or that the run is *closed*. Nobody may write an entry without having read the one before it,
+next *generation* of members, another *size* of the run, or that it is *closed*.
+Nobody may write an entry without having read the one before it,
 and a leader only under the epoch that it has claimed: that is the whole fence against leaders that were deposed and do not
 know it yet. There is no lease time and no clock in it.
 
@@ -42,6 +43,42 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Size:
+    """How many nodes a run has, ``MIN:MAX``.
+
+    Args:
+        min_nodes: with fewer nobody trains.
+        max_nodes: all others stand by.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1 << 20
+
+    def __str__(self) -> str:
+        return f"{self.min_nodes}:{self.max_nodes}"
+
+    def to_json(self) -> list[int]:
+        return [self.min_nodes, self.max_nodes]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is remembered of a host that a node was lost with, see :mod:`elastictrain.elastic.flapping`.
+
+    Args:
+        times: losses of it, less those that are forgotten.
+        seconds: how long it is kept out after the last one.
+    """
+
+    host: str
+    times: int
+    seconds: float
+
+    def to_json(self) -> list[Any]:
+        return [self.host, self.times, self.seconds]
+
+
+@dataclass(frozen=True)
 class Generation:
     """Who trains together; a member's rank is its place.
 
@@ -53,6 +90,7 @@ class Generation:
         job: the same as long as one member after another hands it on, and another one once nobody was left.
         first: the number of the job's first generation.
         is_paused: its members are fewer than the run needs: they wait together, and nobody trains.
+        size: the run's as it was formed.
     """
 
     number: int = 0
@@ -63,6 +101,7 @@ class Generation:
     job: str = ""
     first: int = 0
     is_paused: bool = False
+    size: Size = Size()
 
     def rank_of(self, node: str) -> int | None:
         """The rank of a node; None: it is no member."""
@@ -71,25 +110,44 @@ class Generation:
     def to_json(self) -> Message:
         members = [member.to_json() for member in self.members]
         return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
-                "reason": self.reason, "job": self.job, "first": self.first, "paused": self.is_paused}  # fmt: skip
+                "reason": self.reason, "job": self.job, "first": self.first, "paused": self.is_paused,
+                "size": self.size.to_json()}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The state of a run after one entry of its log. Number 0 stands for an empty log."""
+    """The state of a run after one entry of its log. Number 0 stands for an empty log.
+
+    Args:
+        closed: why, for people; empty: it is not.
+        size: the run's from now on, for as long as one member after another hands it on; None: nobody has said it yet.
+        losses: hosts that nodes were lost with, the newest last.
+    """
 
     index: int = 0
     epoch: int = 0
     leader: Member | None = None
     generation: Generation = Generation()
-    closed: str = ""  # why, for people; empty: it is not
+    closed: str = ""
+    size: Size | None = None
+    losses: tuple[Loss, ...] = ()
 
-    def claimed_by(self, node: Member) -> Entry:
-        """The next entry, by which a node takes the lead; it opens what was closed."""
-        return Entry(self.index + 1, self.epoch + 1, node, self.generation)
+    @property
+    def may_go_on(self) -> bool:
+        """It is not known yet that nobody is left who could."""
+        return bool(self.generation.members) and not self.closed
 
-    def with_generation(self, generation: Generation) -> Entry:
-        return replace(self, index=self.index + 1, generation=generation)
+    def claimed_by(self, node: Member, size: Size) -> Entry:
+        """The next entry, by which a node takes the lead; it opens what was closed, and then the size is the node's."""
+        size = self.size if self.may_go_on and self.size is not None else size
+        losses = self.losses if self.may_go_on else ()
+        return Entry(self.index + 1, self.epoch + 1, node, self.generation, size=size, losses=losses)
+
+    def with_generation(self, generation: Generation, losses: tuple[Loss, ...]) -> Entry:
+        return replace(self, index=self.index + 1, generation=generation, size=generation.size, losses=losses)
+
+    def with_size(self, size: Size) -> Entry:
+        return replace(self, index=self.index + 1, size=size)
 
     def with_closed(self, reason: str) -> Entry:
         return replace(self, index=self.index + 1, closed=reason)
@@ -101,6 +159,8 @@ class Entry:
             "leader": None if self.leader is None else self.leader.to_json(),
             "generation": self.generation.to_json(),
             "closed": self.closed,
+            "size": None if self.size is None else self.size.to_json(),
+            "losses": [loss.to_json() for loss in self.losses],
         }
 
 
@@ -113,7 +173,10 @@ def entry_from_json(data: Any) -> Entry:
     try:
         leader = None if data["leader"] is None else _member(data["leader"])
         generation = generation_from_json(data["generation"])
-        return Entry(_count(data["index"]), _count(data["epoch"]), leader, generation, _text(data["closed"]))
+        size = None if data["size"] is None else size_from_json(data["size"])
+        losses = tuple(Loss(_text(host), _count(times), float(s)) for host, times, s in data["losses"])
+        index, epoch = _count(data["index"]), _count(data["epoch"])
+        return Entry(index, epoch, leader, generation, _text(data["closed"]), size, losses)
     except (KeyError, TypeError, ValueError) as error:
         raise ChainError(f"not an entry of a run log: {error!r}") from error
 
@@ -135,7 +198,8 @@ def generation_from_json(data: Any) -> Generation:
             raise ValueError("boundary or members")
         number, epoch, first = (_count(data[name]) for name in ("number", "epoch", "first"))
         reason, job = _text(data["reason"]), _text(data["job"])
-        return Generation(number, epoch, members, boundary, reason, job, first, is_paused)
+        size = size_from_json(data["size"])
+        return Generation(number, epoch, members, boundary, reason, job, first, is_paused, size)
     except (KeyError, TypeError, ValueError) as error:
         raise ChainError(f"not a generation: {error!r}") from error
 
@@ -157,6 +221,21 @@ def member_from_json(data: Any) -> Member:
         raise ChainError(f"not a member: {error!r}") from error
 
 
+def size_from_json(data: Any) -> Size:
+    """The other way.
+
+    Raises:
+        ChainError: it is none.
+    """
+    try:
+        least, most = map(_count, data)
+    except (TypeError, ValueError) as error:
+        raise ChainError(f"not a size: {error!r}") from error
+    if not 1 <= least <= most:
+        raise ChainError(f"{least}:{most} is no MIN:MAX")
+    return Size(least, most)
+
+
 def check_follows(before: Entry, after: Entry) -> None:
     """May ``after`` be the next entry?
 
@@ -166,19 +245,28 @@ def check_follows(before: Entry, after: Entry) -> None:
     old, new = before.generation, after.generation
     if after.index != before.index + 1:
         good = False
-    elif after.epoch == before.epoch + 1:  # a claim changes nothing else
-        good = after.leader is not None and new == old and not after.closed
+    elif after.epoch == before.epoch + 1:  # a claim changes nothing else, where anybody may be left
+        same = (after.size, after.losses) == (before.size, before.losses)
+        good = after.leader is not None and new == old and not after.closed and (same or not before.may_go_on)
     else:
-        is_next = new.number == old.number + 1 and new.epoch == after.epoch and not after.closed
-        is_closing = new == old and bool(after.closed)
+        is_next = new.number == old.number + 1 and new.epoch == after.epoch and not after.closed and _fits(new)
+        is_next = is_next and new.size == after.size and (after.size == before.size or new.first == new.number)
+        is_closing = new == old and bool(after.closed) and after.size == before.size
+        is_resized = new == old and not after.closed and after.size not in (None, before.size)
         good = (
             after.epoch == before.epoch
             and after.leader == before.leader
             and not before.closed
-            and (is_next or is_closing)
+            and (is_next or is_closing or is_resized)
         )
     if not good:
         raise ChainError(f"entry {after} cannot follow {before}")
+
+
+def _fits(new: Generation) -> bool:
+    """Are its members as many as its own size says?"""
+    is_too_few = len(new.members) < new.size.min_nodes
+    return len(new.members) <= new.size.max_nodes and new.is_paused == is_too_few
 
 
 def difference(before: Generation, after: Generation) -> Message:
@@ -194,6 +282,7 @@ def difference(before: Generation, after: Generation) -> Message:
         "job": after.job,
         "first": after.first,
         "paused": after.is_paused,
+        "size": after.size.to_json(),
     }
 
 
@@ -213,7 +302,8 @@ def changed(before: Generation, message: Message) -> Generation:
     members = stay + members_from_json(message["come"])
     epoch, boundary, first = (int(message[name]) for name in ("epoch", "boundary", "first"))
     reason, job = str(message["reason"]), str(message["job"])
-    return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True)
+    size = size_from_json(message["size"])
+    return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True, size)
 
 
 def _member(data: Any) -> Member:

@@ -1,9 +1,10 @@
-"""Stops a run, or takes a node out of it, from outside: for whoever reaches its run log and has its token. No torch.
+"""Stops a run, takes a node out of it, or gives it another size, from outside: for whoever reaches its run log and has its
+token. No torch.
 
 :class:`Control` reads in the log who leads, connects to it as a node would (:mod:`elastictrain.channel`: both sides prove
 that they have the token, and no frame can be forged or said again), and asks. The leader treats the nodes that are to go as
 if they had asked for it, and tells them; they remember it and ask every later leader too. So what was taken is done even if
-the leader dies then, and asking twice is asking once.
+the leader dies then, and asking twice is asking once. A size is taken once it is in the log.
 
 On failure: :class:`NoRunError` where nobody is there to ask; a :class:`~elastictrain.errors.UsageError` for a name that is
 no node's; what the run log raises. A leader that dies before it answers, or has told nobody yet, is followed by the next
@@ -15,7 +16,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from elastictrain.channel import HANDSHAKE_SECONDS, Channel, RefusedError
@@ -24,8 +25,10 @@ from elastictrain.elastic.chain import (
     Entry,
     Generation,
     Member,
+    Size,
     generation_from_json,
     members_from_json,
+    size_from_json,
 )
 from elastictrain.errors import ElasticTrainError, UsageError
 
@@ -52,12 +55,14 @@ class Standing:
     Args:
         nodes: all that are connected to it, those that stand by too.
         generation: the newest one.
-        min_nodes: how many the run needs.
+        size: the run's.
+        is_settled: the leader has nothing to do: no change is under way.
     """
 
     nodes: tuple[Member, ...]
     generation: Generation
-    min_nodes: int
+    size: Size
+    is_settled: bool
 
 
 class Control:
@@ -85,6 +90,38 @@ class Control:
             node: the whole name.
         """
         return self._ask({"do": "drain", "node": node})
+
+    def scale(self, *, least: int | None, most: int, seconds: float) -> Standing | None:
+        """The run shall have that size; waits until its log says so, whoever leads.
+
+        Args:
+            least: None: as it is, or ``most`` where that is less.
+
+        Returns:
+            what there is then, with the generation that there was before; None: it was not so in time.
+        """
+        deadline, before = time.monotonic() + seconds, None
+        while True:
+            standing = self._ask({"do": "scale", "min": least or 0, "max": most})
+            before = standing.generation if before is None else before
+            if self._log.newest().size == standing.size:
+                return replace(standing, generation=before)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK_EVERY)
+
+    def wait_until_settled(self, *, seconds: float) -> Standing | None:
+        """Until no change is under way; None: one still is.
+
+        Raises:
+            NoRunError: the run has ended meanwhile.
+        """
+        deadline = time.monotonic() + seconds
+        while not (standing := self.look()).is_settled:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK_EVERY)
+        return standing
 
     def wait_until_stopped(self, before: Standing, *, seconds: float) -> tuple[tuple[Member, ...], int | None]:
         """Until the nodes of ``before`` have ended.
@@ -163,7 +200,8 @@ class Control:
             return None
         try:
             nodes = members_from_json(said["nodes"])
-            return Standing(nodes, generation_from_json(said["generation"]), int(said["min"]))
+            size, is_settled = size_from_json(said["size"]), said["settled"] is True
+            return Standing(nodes, generation_from_json(said["generation"]), size, is_settled)
         except (ChainError, KeyError, TypeError, ValueError):
             return None
 

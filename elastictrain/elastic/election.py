@@ -74,14 +74,14 @@ class Election:
         """``yes``: it hears the leader; ``no``: it does not; ``gone``: nobody is there any more."""
         self._answers[link] = answer
 
-    def verdict(self, generation: Generation, *, is_late: bool) -> Verdict:
+    def verdict(self, generation: Generation, *, min_nodes: int, is_late: bool) -> Verdict:
         answers = list(self._answers.values())
         if "yes" in answers:
             return Verdict.WAIT
         if "" in answers and not is_late:
             return Verdict.OPEN
         num_deaf, num_silent = answers.count("no"), answers.count("")
-        reaches_enough = 1 + num_deaf >= self._timing.min_nodes or num_silent == 0
+        reaches_enough = 1 + num_deaf >= min_nodes or num_silent == 0
         if generation.rank_of(self._me) is not None:
             return Verdict.CLAIM if reaches_enough else Verdict.WAIT
         return Verdict.CLAIM if num_deaf > 0 and reaches_enough else Verdict.ALONE

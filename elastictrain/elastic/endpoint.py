@@ -8,7 +8,7 @@ import socket
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import make_token, read_token
 from elastictrain.elastic.address import parse_address
-from elastictrain.elastic.node import listen
+from elastictrain.elastic.links import listen
 from elastictrain.elastic.rendezvous import LOOPBACK
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
-from elastictrain.elastic.actions import Action, Closed, Dismissed, Formed, Left, Promise, Release, Send
-from elastictrain.elastic.chain import ChainError, Generation, Member, Message, changed, generation_from_json
+from elastictrain.elastic.actions import (
+    Action,
+    Closed,
+    Dismissed,
+    Formed,
+    KeptOut,
+    Left,
+    Promise,
+    Release,
+    Resized,
+    Send,
+)
+from elastictrain.elastic.chain import (
+    ChainError,
+    Generation,
+    Member,
+    Message,
+    Size,
+    changed,
+    generation_from_json,
+    size_from_json,
+)
 from elastictrain.elastic.timing import Timing
 
 
@@ -15,6 +35,7 @@ class Following:
 
     Attributes:
         generation: the newest one that this node knows.
+        size: the run's, by the last leader's word; the command's own until there was one.
         step: finished steps, kept up to date by the driver; -1: none.
         asked: what the leader wants this node's workers to promise, until it is void or the generation ends.
         link: to a leader that has said welcome.
@@ -23,7 +44,7 @@ class Following:
 
     def __init__(self, me: Member, timing: Timing, *, out: list[Action]) -> None:
         self._me, self._out = me, out
-        self.generation = Generation()
+        self.generation, self.size = Generation(), timing.size
         self.step = -1
         self.asked: Promise | None = None
         self.is_ready = self.is_leaving = self.is_over = False
@@ -115,8 +136,12 @@ class Following:
             self.beat_at = min(self.beat_at, now + self._beat)
         if "generation" in message:
             self.learn(generation_from_json(message["generation"]))
+        if "size" in message:
+            self._resize(size_from_json(message["size"]))
         if kind == "change":
             self.learn(changed(self.generation, message))
+        elif kind == "wait":
+            self._out.append(KeptOut(int(message["times"]), float(message["seconds"])))
         elif kind == "prepare":
             self._ask(int(message["number"]), int(message["boundary"]))
         elif kind == "cancel":
@@ -132,7 +157,7 @@ class Following:
             self._out.append(Left())
         elif kind == "closed":
             self.close_down(str(message["reason"]))
-        elif kind not in ("ping", "welcome", "generation"):
+        elif kind not in ("ping", "welcome", "generation", "size"):
             raise ChainError(f"{kind!r} is nothing that a leader says")
 
     def learn(self, generation: Generation) -> None:
@@ -142,6 +167,12 @@ class Following:
             self._failed_number = 0
             self.asked = None
             self._out.append(Formed(generation))
+
+    def _resize(self, size: Size) -> None:
+        """By a leader's word alone: what the log says may be of nodes that are gone."""
+        if size != self.size:
+            self.size = size
+            self._out.append(Resized(size))
 
     def close_down(self, reason: str) -> None:
         if not self.is_over:

@@ -7,8 +7,9 @@
 the run's token: the variable ``ELASTICTRAIN_TOKEN``, or the file that the first of them makes in the run directory.
 
 ``--rdzv-conf`` takes ``join_timeout`` (seconds to wait for MIN nodes, 600), ``last_call_timeout`` (seconds for more nodes
-once there are MIN, 1), ``ttl`` (seconds of silence after which a node is lost, 2) and ``beat`` (seconds between two signs
-of life, 0.25). ``num_nodes_waiting`` tells of any newer generation, so that a loss restarts workers like a join.
+once there are MIN, 1), ``ttl`` (seconds of silence after which a node is lost, 2), ``beat`` (seconds between two signs
+of life, 0.25), ``return_delay`` and ``max_return_delay`` (seconds, see :mod:`elastictrain.elastic.flapping`).
+``num_nodes_waiting`` tells of any newer generation, so that a loss restarts workers like a join.
 
 On failure: torch's ``RendezvousTimeoutError``, ``RendezvousClosedError`` and ``RendezvousConnectionError``; a
 :class:`~elastictrain.errors.UsageError` for an endpoint, a store or a token that cannot work.
@@ -39,12 +40,14 @@ from torch.distributed.elastic.rendezvous import (
 from elastictrain.checkpoint.storage import is_exclusive
 from elastictrain.checkpoint.token import VARIABLE
 from elastictrain.elastic.actions import Promise
-from elastictrain.elastic.chain import Generation, Member
+from elastictrain.elastic.chain import Generation, Member, Size
 from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
-from elastictrain.elastic.node import RunNode, listen
+from elastictrain.elastic.links import listen
+from elastictrain.elastic.node import RunNode
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, free_port
 from elastictrain.elastic.runlog import FixedLog, Log, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
+from elastictrain.elastic.waiting import size_in_words, why_it_waits
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
@@ -115,7 +118,14 @@ class RunRendezvous(GenerationHandler):
         if run_log is None:
             run_log = FixedLog(me if leads else leader, is_mine=leads)
         self._node = RunNode(
-            me, server, run_log=run_log, key=key, timing=timing, on_formed=self._formed, on_asked=self._was_asked
+            me,
+            server,
+            run_log=run_log,
+            key=key,
+            timing=timing,
+            on_formed=self._formed,
+            on_asked=self._was_asked,
+            on_resized=self._resized,
         )
         self._node.start()
 
@@ -243,6 +253,10 @@ class RunRendezvous(GenerationHandler):
         if self._has_steps and generation.boundary >= 0 and generation.number == self._current.number + 1:
             self._agreed = generation
 
+    def _resized(self, size: Size) -> None:
+        """The same: by `elastictrain scale`, or since other nodes were there before this one."""
+        self._say(size_in_words(size, self._timing.size))
+
     def _was_asked(self, asked: Promise) -> None:
         """The same. Workers without steps may promise anything: they begin anew."""
         if not self._has_steps:
@@ -311,19 +325,17 @@ class RunRendezvous(GenerationHandler):
     @property
     def _may_wait_on(self) -> bool:
         """Not only for the run's first nodes: for others to come back, or to go."""
-        return self._has_steps and (
-            self._current.number > 0 or len(self._node.generation.members) >= self._timing.max_nodes
-        )
+        is_full = len(self._node.generation.members) >= self._node.size.max_nodes
+        is_kept_out = time.monotonic() < self._node.kept_out[1]
+        return self._has_steps and (self._current.number > 0 or is_full or is_kept_out)
 
     def _tell_that_it_waits(self) -> None:
-        there, least = len(self._node.generation.members), self._timing.min_nodes
-        if there >= self._timing.max_nodes and not self.is_in(self._node.generation):
-            line = f"{there} nodes train, which is MAX of --nnodes: standing by until one goes"
-        elif self._current.number > 0:
-            line = f"waiting for nodes, of which at least {least} are needed; what this node keeps in memory stays"
-        else:
-            return
-        if line != self._told:
+        node, newest = self._node, self._node.generation
+        has_trained = self._current.number > 0
+        line = why_it_waits(
+            newest, node.size, is_member=self.is_in(newest), has_trained=has_trained, kept_out=node.kept_out
+        )
+        if line and line != self._told:
             self._told = line
             self._say(line)
 
@@ -376,6 +388,8 @@ def create(parameters: RendezvousParameters, **more: Any) -> RunRendezvous:
             form=float(parameters.get("last_call_timeout", 1.0)),
             ttl=float(parameters.get("ttl", Timing.ttl)),
             beat=float(parameters.get("beat", Timing.beat)),
+            return_delay=float(parameters.get("return_delay", Timing.return_delay)),
+            max_return_delay=float(parameters.get("max_return_delay", Timing.max_return_delay)),
         )
         timing = replace(timing, probe=max(Timing.probe, timing.ttl / 5))
         join_seconds = float(parameters.get("join_timeout", parameters.get("timeout", 600.0)))
@@ -383,6 +397,9 @@ def create(parameters: RendezvousParameters, **more: Any) -> RunRendezvous:
         raise UsageError(f"--rdzv-conf: {error}; give seconds, such as ttl=2.5") from error
     if not 0 < 2 * timing.beat <= timing.ttl:
         raise UsageError(f"--rdzv-conf: beat={timing.beat:g} and ttl={timing.ttl:g}: a node must get to speak twice")
+    if not (timing.return_delay >= 0 and timing.max_return_delay > 0):
+        delays = f"return_delay={timing.return_delay:g} and max_return_delay={timing.max_return_delay:g}"
+        raise UsageError(f"--rdzv-conf: {delays}: the one is 0 or more, the other is more than 0")
     return RunRendezvous(
         parameters.endpoint,
         fixed=host_and_port(parameters.endpoint),

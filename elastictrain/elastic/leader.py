@@ -7,6 +7,8 @@
   and only then is the change committed. A loss meanwhile needs no step and wins.
 * Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by. Below the minimum nothing is
   formed; where that is planned, because nodes leave, those that stay are paused together, and nobody trains.
+* The **size** (minimum and maximum) is the run's, and handed on with it. Another one is in the log before anything comes of
+  it; then members above its maximum, or all where they are below its minimum, stop at a planned step.
 
 Times are seconds of one steady clock, handed in. What is decided comes out of :meth:`Leader.tick`, which is to be called
 after each event and at :attr:`Leader.deadline`.
@@ -14,59 +16,24 @@ after each event and at :attr:`Leader.deadline`.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from elastictrain.elastic.chain import Entry, Generation, Member
+from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
+from elastictrain.elastic.decisions import (
+    Bye,
+    Cancel,
+    Commit,
+    Decision,
+    Drop,
+    KeepOut,
+    Prepare,
+    Probe,
+    Reread,
+    in_words,
+    natural,
+)
+from elastictrain.elastic.flapping import Flapping
 from elastictrain.elastic.timing import Timing
-
-# ---- decisions -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Write this to the log; :meth:`Leader.committed` or :meth:`Leader.refused` says what became of it."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Ask every member to promise not to pass a step."""
-
-    boundary: int
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """Give the promises back."""
-
-
-@dataclass(frozen=True)
-class Reread:
-    """Look at the log: somebody may have taken the lead."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Ask everybody for a sign of life."""
-
-
-@dataclass(frozen=True)
-class Drop:
-    """These were silent for too long: close their connections."""
-
-    links: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Bye:
-    """These may go: the run does without them."""
-
-    links: tuple[int, ...]
-
-
-Decision = Commit | Prepare | Cancel | Reread | Probe | Drop | Bye
 
 
 @dataclass
@@ -81,6 +48,7 @@ class Node:
     is_leaving: bool = False
     promised: int = -1
     was_told: bool = False  # that it may go
+    waits: bool = False  # it is kept out, and knows
 
 
 class Leader:
@@ -88,15 +56,20 @@ class Leader:
 
     Args:
         entry: the claim.
+        size: of a run that begins with this node.
         previous: the node that led before.
     """
 
-    def __init__(self, entry: Entry, timing: Timing, *, now: float, previous: str | None) -> None:
+    def __init__(self, entry: Entry, timing: Timing, *, size: Size, now: float, previous: str | None) -> None:
         self.entry, self.timing, self.epoch = entry, timing, entry.epoch
+        self._own_size, self._resize = size, False
+        self.flapping = Flapping(entry.losses, entry.generation.members, timing, now=now)
+        self._let_in_at: float | None = None
         self.nodes: dict[str, Node] = {}
         self.pending: Entry | None = None
         self.preparing: int | None = None
         self._gone: set[str] = set() if previous is None else {previous}
+        self._gone_with_notice: set[str] = set()
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
@@ -115,6 +88,24 @@ class Leader:
     @property
     def generation(self) -> Generation:
         return self.entry.generation
+
+    @property
+    def is_handed_on(self) -> bool:
+        """Is somebody here who has been in the run? Else what is asked of it may be of nodes that are gone."""
+        members = self.generation.members
+        return not members or any(one.node in self.nodes for one in members)
+
+    @property
+    def size(self) -> Size:
+        """The run's."""
+        written = self.entry.size if self.is_handed_on else None
+        return self._own_size if self._resize or written is None else written
+
+    @property
+    def is_settled(self) -> bool:
+        """There is nothing to do."""
+        is_idle = self.pending is None and self.preparing is None and not self._resize
+        return is_idle and self._losses_since is None and self._joins_since is None
 
     @property
     def promised_boundary(self) -> int | None:
@@ -159,9 +150,18 @@ class Leader:
         for node in self.nodes:
             self.leave(node, now=now)
 
-    def lost(self, node: str, *, now: float) -> None:
-        if self.nodes.pop(node, None) is not None:
+    def scale(self, size: Size, *, now: float) -> None:
+        """The run has this size from now on."""
+        if size != self.size:
+            self._own_size, self._resize = size, True
             self._losses(now)
+
+    def lost(self, node: str, *, now: float) -> None:
+        known = self.nodes.pop(node, None)
+        if known is not None:
+            self._losses(now)
+            if known.is_leaving:
+                self._gone_with_notice.add(node)
         self._gone.add(node)
 
     def renew(self, number: int, *, now: float) -> None:
@@ -197,6 +197,8 @@ class Leader:
     def committed(self, *, now: float) -> None:
         assert self.pending is not None
         self.entry, self.pending = self.pending, None
+        self._resize = self._resize and self._own_size != self.entry.size
+        self.flapping.committed(self.entry.losses, self.generation.members, now=now)
         self._losses(now)  # whatever has happened since
 
     def refused(self, *, now: float) -> None:
@@ -220,6 +222,8 @@ class Leader:
             times.append(self._probe_since + self.timing.probe)
         if self._is_due_again is not None and self.pending is None:
             times.append(self._is_due_again)
+        if self._let_in_at is not None:
+            times.append(self._let_in_at)
         return min(times)
 
     def tick(self, now: float) -> list[Decision]:
@@ -228,6 +232,9 @@ class Leader:
             self._reread_at = now + 2 * self.timing.ttl
             out.append(Reread())
         self._expire(now, out)
+        if self._let_in_at is not None and now >= self._let_in_at:
+            self._let_in_at = None
+            self._joins(now)
         is_due = self._is_touched or (self._is_due_again is not None and now >= self._is_due_again)
         has_changed = self._losses_since is not None or self._joins_since is not None
         if is_due and has_changed and self.pending is None and not self.entry.closed:
@@ -235,14 +242,39 @@ class Leader:
             self._decide(now, out)
         return out
 
-    def wanted(self) -> tuple[Member, ...]:
+    def _wanted(self, losses: tuple[Loss, ...], now: float, out: list[Decision]) -> tuple[Member, ...]:
         """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by."""
         old = [one.node for one in self.generation.members]
         stay = [node for node in old if node in self.nodes and not self.nodes[node].is_leaving]
-        known = set(old)
+        known, hosts = set(old), {self.nodes[name].member.host for name in old if name in self.nodes}
         new = [name for name, node in self.nodes.items() if node.is_ready and not node.is_leaving and name not in known]
-        chosen = (stay + sorted(new, key=_natural))[: self.timing.max_nodes]
+        waits: dict[str, tuple[int, float]] = {}
+        for name in new if losses else ():
+            host = self.nodes[name].member.host
+            times, seconds = self.flapping.wait(host, losses, now=now)
+            if seconds > 0 and host not in hosts:
+                waits[name] = times, seconds
+        may = [name for name in new if name not in waits]
+        missing, soonest = self.size.min_nodes - len(stay) - len(may), sorted(waits, key=lambda name: waits[name][1])
+        if 0 < missing <= len(waits):  # nobody would train without them
+            may += soonest[:missing]
+        self._keep_out({name: waits[name] for name in soonest if name not in may}, now, out)
+        chosen = (stay + sorted(may, key=natural))[: self.size.max_nodes]
         return tuple(self.nodes[name].member for name in chosen)
+
+    def _keep_out(self, waits: dict[str, tuple[int, float]], now: float, out: list[Decision]) -> None:
+        self._let_in_at = min((now + seconds for _, seconds in waits.values()), default=None)
+        for name, (times, seconds) in waits.items():
+            if not self.nodes[name].waits:
+                self.nodes[name].waits = True
+                out.append(KeepOut(self.nodes[name].link, times, seconds))
+
+    def _losses_of(self, here: list[str], now: float) -> tuple[Loss, ...]:
+        """What the log is to say of hosts, with those members that are lost now."""
+        hosts = {self.nodes[name].member.host for name in here}
+        gone = [one for one in self.generation.members if one.node not in self.nodes]
+        fallen = {one.host for one in gone if one.node not in self._gone_with_notice} - hosts
+        return self.flapping.after(fallen, now=now)
 
     def _expire(self, now: float, out: list[Decision]) -> None:
         late: list[str] = []
@@ -267,6 +299,11 @@ class Leader:
         if self._closing:
             self._commit(self.entry.with_closed(self._closing), out)
             return
+        self._resize = self._resize and self._own_size != self.entry.size
+        if self._resize and self.is_handed_on:  # what is being prepared goes on, and so does what else is to be done
+            self.pending = self.entry.with_size(self._own_size)
+            out.append(Commit(self.pending))
+            return
         if self.preparing is not None and self._losses_since is None and self._promised < len(members):
             self._is_due_again = None
             return
@@ -275,9 +312,10 @@ class Leader:
         if absent and now < self._grace_until:
             self._is_due_again = self._grace_until
             return
+        losses = self._losses_of(here, now) if here else ()
+        wanted, size = self._wanted(losses, now, out), self.size
         if not here:  # the first generation, or nobody of the last one is left
-            num_wanted = len(self.wanted())
-            due = 0.0 if num_wanted in (0, self.timing.max_nodes) else self._since() + self.timing.form
+            due = 0.0 if len(wanted) in (0, size.max_nodes) else self._since() + self.timing.form
         elif self._losses_since is not None:
             due = self._losses_since + self.timing.settle
         else:
@@ -286,11 +324,10 @@ class Leader:
             self._is_due_again = due
             return
         self._is_due_again = None
-        wanted = self.wanted()
-        is_enough = len(wanted) >= self.timing.min_nodes
-        nobody_trains = not members or self.generation.is_paused
+        is_enough, is_paused = len(wanted) >= size.min_nodes, self.generation.is_paused
+        nobody_trains = not members or is_paused
         is_sudden = len(here) < len(members) or nobody_trains or self._renew
-        must_form = self._renew or (self.generation.is_paused and is_enough)
+        must_form = self._renew or (bool(members) and is_paused == is_enough)
         if [one.node for one in wanted] == [one.node for one in members] and not must_form:
             self._rest(out)
             self._let_go(out, everybody=False)
@@ -299,7 +336,7 @@ class Leader:
             self._let_go(out, everybody=True)
             out.append(Reread())  # a leader that cannot form anything had better still be one
         elif is_sudden:
-            self._form(wanted, -1, self._why(here, wanted), out)
+            self._form(wanted, -1, losses, self._why(here, wanted), out)
         elif self.preparing is None:
             self.preparing = max(self.nodes[name].step for name in here) + self._ahead
             self._promised = 0
@@ -308,17 +345,19 @@ class Leader:
             self._joins_since, self._losses_since = self._since(), None
             out.append(Prepare(self.preparing))
         elif self._promised == len(here):
-            self._form(wanted, self.preparing, self._why(here, wanted), out)
+            self._form(wanted, self.preparing, losses, self._why(here, wanted), out)
 
-    def _form(self, wanted: tuple[Member, ...], boundary: int, reason: str, out: list[Decision]) -> None:
-        old, number = self.generation, self.generation.number + 1
+    def _form(
+        self, wanted: tuple[Member, ...], boundary: int, losses: tuple[Loss, ...], reason: str, out: list[Decision]
+    ) -> None:
+        old, number, size = self.generation, self.generation.number + 1, self.size
         if any(one.node in self.nodes for one in old.members):
             job, first = old.job, old.first
         else:  # nobody is left who could go on with it
             job, first = f"{wanted[0].node}/{number}", number
-        is_paused = len(wanted) < self.timing.min_nodes
-        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused)
-        self._commit(self.entry.with_generation(generation), out)
+        is_paused = len(wanted) < size.min_nodes
+        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused, size)
+        self._commit(self.entry.with_generation(generation, losses), out)
 
     def _commit(self, entry: Entry, out: list[Decision]) -> None:
         self.pending = entry
@@ -348,14 +387,8 @@ class Leader:
             out.append(Bye(tuple(node.link for node in free)))
 
     def _why(self, here: list[str], wanted: tuple[Member, ...]) -> str:
-        before, after = {one.node for one in self.generation.members}, {one.node for one in wanted}
-        lost = [name for name in sorted(before - after) if name not in here]
-        parts = [
-            _listed("lost", lost),
-            _listed("left", sorted(before - after - set(lost))),
-            _listed("joined", sorted(after - before)),
-        ]
-        return "; ".join(part for part in parts if part) or "workers failed"
+        leaving = {name for name in here if self.nodes[name].is_leaving}
+        return in_words(self.generation, wanted, here=here, leaving=leaving, size=self.size, renew=self._renew)
 
     def _since(self) -> float:
         """The first event that nothing was done about yet."""
@@ -368,13 +401,3 @@ class Leader:
     def _joins(self, now: float) -> None:
         self._is_touched = True
         self._joins_since = now if self._joins_since is None else self._joins_since
-
-
-def _listed(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{what} {shown}" if names else ""
-
-
-def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """So that node10 comes after node9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)], name

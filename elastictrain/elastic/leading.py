@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastictrain.elastic import leader as deciding
+from elastictrain.elastic import decisions as deciding
 from elastictrain.elastic.actions import Action, Close, Create, Read, Send, Trim
-from elastictrain.elastic.chain import ChainError, Entry, Message, difference, member_from_json
+from elastictrain.elastic.chain import ChainError, Entry, Message, Size, difference, member_from_json, size_from_json
 from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.timing import Timing
 
@@ -22,6 +22,7 @@ class Leading:
 
     Args:
         claim: the entry that made this node the leader.
+        size: of a run that begins with this node.
         previous: the node that led before.
         out: takes actions.
 
@@ -29,8 +30,10 @@ class Leading:
         retry_at: when a commit whose fate is unknown is looked for in the log.
     """
 
-    def __init__(self, claim: Entry, timing: Timing, *, previous: str | None, now: float, out: list[Action]) -> None:
-        self.leader = Leader(claim, timing, now=now, previous=previous)
+    def __init__(
+        self, claim: Entry, timing: Timing, *, size: Size, previous: str | None, now: float, out: list[Action]
+    ) -> None:
+        self.leader = Leader(claim, timing, size=size, now=now, previous=previous)
         self.timing = timing
         self.epoch = claim.epoch
         self.retry_at: float | None = None
@@ -95,14 +98,19 @@ class Leading:
             self._nodes.pop(before.link, None)
             self._has.pop(before.link, None)
             self._out.append(Close((before.link,)))
+        was_handed_on = self.leader.is_handed_on
         self.leader.hello(member, link=link, is_ready=bool(message["ready"]), step=_int(message["step"]), now=now)
         generation = self.leader.generation
+        if not was_handed_on and self.leader.is_handed_on:
+            self._tell_size()
         has = _int(message["has"])
         self._nodes[link], self._has[link] = member.node, generation.number
         boundary = self.leader.promised_boundary
         welcome: Message = {"is": "welcome", "epoch": self.epoch, "stop_at": boundary, **self._pace()}
         if has < generation.number:
             welcome["generation"] = generation.to_json()
+        if self.leader.is_handed_on:
+            welcome["size"] = self.leader.size.to_json()
         self._out.append(Send((link,), welcome))
         if self.leader.preparing is not None:
             self._out.append(Send((link,), self._prepare(self.leader.preparing)))
@@ -123,11 +131,21 @@ class Leading:
             if known is not None:
                 self.leader.leave(known.member.node, now=now)
                 self._out.append(Send((known.link,), LEAVE))
+        elif wish == "scale":
+            self.leader.scale(self._wished(_int(message["min"]), _int(message["max"])), now=now)
         elif wish != "look":
             raise ChainError(f"{wish!r} is nothing that can be asked for")
         nodes = [node.member.to_json() for node in self.leader.nodes.values()]
         answer = {"is": "controlled", "nodes": nodes, "generation": self.leader.generation.to_json()}
-        self._out.append(Send((link,), {**answer, "min": self.timing.min_nodes}))
+        size, is_settled = self.leader.size.to_json(), self.leader.is_settled
+        self._out.append(Send((link,), {**answer, "size": size, "settled": is_settled}))
+
+    def _wished(self, least: int, most: int) -> Size:
+        """``least`` 0: as it is, or all of them where that is more than ``most``."""
+        return size_from_json([least or min(self.leader.size.min_nodes, most), most])
+
+    def _tell_size(self) -> None:
+        self._out.append(Send(self.links, {"is": "size", "size": self.leader.size.to_json()}))
 
     # ---- what is decided ---------------------------------------------------------------------------------------------
 
@@ -151,13 +169,15 @@ class Leading:
                         self._has.pop(link, None)
                 case deciding.Bye(links):
                     self._out.append(Send(links, {"is": "bye"}))
+                case deciding.KeepOut(link, times, seconds):
+                    self._out.append(Send((link,), {"is": "wait", "times": times, "seconds": seconds}))
         if now >= self._ping_at:
             self._ping_at = now + self.timing.beat_for(len(self._nodes))
             self._out.append(Send(self.links, {"is": "ping", **self._pace()}))
 
     def committed(self, now: float) -> None:
         """What was pending is in the log: tell everybody."""
-        before = self.leader.generation
+        before, size = self.leader.generation, self.leader.entry.size
         self.leader.committed(now=now)
         entry = self.leader.entry
         self.retry_at = None
@@ -165,6 +185,10 @@ class Leading:
             self._out.append(Send(self.links, {"is": "closed", "reason": entry.closed}))
             return
         after = entry.generation
+        if entry.size != size:
+            self._tell_size()
+        if after == before:
+            return
         near = tuple(link for link, number in self._has.items() if number == before.number and number > 0)
         far = tuple(link for link, number in self._has.items() if number != before.number or number == 0)
         if near:

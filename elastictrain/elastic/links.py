@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from elastictrain.channel import (
 MAX_MESSAGE_BYTES = 16 << 20  # thousands of members, with room
 MAX_STRANGERS = 256  # connections at a time that have not proved to have the key
 CLOSE_SECONDS = 5.0
+BACKLOG = 4096
 LENGTHS_BYTES = 8
 
 
@@ -176,3 +178,21 @@ class Link(asyncio.Protocol):
         data = bytes(self._buffer[:num_bytes])
         del self._buffer[:num_bytes]
         return data
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket for a node, on one address of this machine.
+
+    Raises:
+        OSError: the address is not this machine's, or somebody has the port.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, kind, protocol)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen(BACKLOG)
+    except BaseException:
+        server.close()
+        raise
+    return server

@@ -15,12 +15,13 @@ import logging
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from elastictrain.elastic import actions
-from elastictrain.elastic.chain import Entry, Generation, Member, Message
+from elastictrain.elastic.chain import Entry, Generation, Member, Message, Size
 from elastictrain.elastic.links import MAX_STRANGERS, Link
 from elastictrain.elastic.protocol import Peer, State
 from elastictrain.elastic.runlog import Log, RunLogError
@@ -28,8 +29,6 @@ from elastictrain.elastic.timing import Timing
 from elastictrain.errors import UsageError
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 4096
 
 
 class RunNode:
@@ -42,9 +41,12 @@ class RunNode:
         key: of the run's token.
         on_formed: called in the node's thread with each new generation.
         on_asked: the same, with what the leader wants the workers to promise; :meth:`promise` is the answer.
+        on_resized: the same, when a leader says that the run has another size than this node knew.
 
     Attributes:
         generation: the newest one that this node knows.
+        size: the run's; the command's own until a leader has said it.
+        kept_out: how often this node's host was lost, and until when it is not let in, by :func:`time.monotonic`.
         asked: what the leader wants the workers of that one to promise; None: nothing, or no more.
         closed: why the run is over for all; empty: it is not.
         error: what has ended this node.
@@ -63,11 +65,12 @@ class RunNode:
         timing: Timing,
         on_formed: Callable[[Generation], None] | None = None,
         on_asked: Callable[[actions.Promise], None] | None = None,
+        on_resized: Callable[[Size], None] | None = None,
     ) -> None:
         self.me, self._server, self._log, self._key = me, server, run_log, key
-        self._on_formed, self._on_asked = on_formed, on_asked
+        self._on_formed, self._on_asked, self._on_resized = on_formed, on_asked, on_resized
         self._peer = Peer(me, timing, chance=random.Random())  # seeded by the system
-        self.generation = Generation()
+        self.generation, self.size, self.kept_out = Generation(), timing.size, (0, 0.0)
         self.asked: actions.Promise | None = None
         self.closed = ""
         self.error: BaseException | None = None
@@ -241,6 +244,12 @@ class RunNode:
                     self._on_asked(action)
             case actions.Release():
                 self._notify(asked=None)
+            case actions.Resized(size):
+                if self._on_resized is not None:
+                    self._on_resized(size)
+                self._notify(size=size)
+            case actions.KeptOut(times, seconds):
+                self._notify(kept_out=(times, time.monotonic() + seconds))
             case actions.Dismissed():
                 self._notify(is_dismissed=True)
             case actions.Left():
@@ -378,21 +387,3 @@ class RunNode:
         if link.address not in self._warned and len(self._warned) < 1000:
             self._warned.add(link.address)
             log.warning("refused a connection with %s: %s; said once for each address", link.address, why)
-
-
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket for a node, on one address of this machine.
-
-    Raises:
-        OSError: the address is not this machine's, or somebody has the port.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    server = socket.socket(family, kind, protocol)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-        server.listen(BACKLOG)
-    except BaseException:
-        server.close()
-        raise
-    return server

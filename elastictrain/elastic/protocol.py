@@ -173,7 +173,7 @@ class Peer:
         elif self._claim is not None and self.entry == self._claim:
             self._lead(now)
         elif self.state is State.CHECKING and not has_moved:
-            self._claim = self.entry.claimed_by(self.me)
+            self._claim = self.entry.claimed_by(self.me, self.following.size)
             self._previous = self.entry.leader.node if self.entry.leader is not None else None
             self._enter(State.CLAIMING)
             self._out.append(Create(self._claim))
@@ -228,7 +228,8 @@ class Peer:
 
     def _lead(self, now: float) -> None:
         claim, self._claim = self.entry, None
-        self.leading = Leading(claim, self.timing, previous=self._previous, now=now, out=self._out)
+        size = self.following.size
+        self.leading = Leading(claim, self.timing, size=size, previous=self._previous, now=now, out=self._out)
         self._connect(now)
 
     def _step_down(self, now: float) -> None:
@@ -364,7 +365,8 @@ class Peer:
         self._count_answers(now, is_late=False)
 
     def _count_answers(self, now: float, *, is_late: bool) -> None:
-        verdict = self.election.verdict(self.generation, is_late=is_late)
+        min_nodes = self.following.size.min_nodes
+        verdict = self.election.verdict(self.generation, min_nodes=min_nodes, is_late=is_late)
         if verdict is Verdict.OPEN:
             return
         self._out.append(Close(self.election.end_vote()))

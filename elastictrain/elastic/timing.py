@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastictrain.elastic.chain import Size
+
 
 @dataclass(frozen=True)
 class Timing:
-    """How long things may take, and how many nodes a run has.
+    """How long things may take, and how many nodes a run has that begins with this node.
 
     Args:
-        min_nodes, max_nodes: below the one nothing is formed, above the other nodes stand by.
+        min_nodes, max_nodes: see :attr:`size`.
         beat: seconds between two signs of life; more with many nodes, see :meth:`beat_for`.
         ttl: seconds of silence after which a node, or the leader, is taken for lost.
         settle, gather: seconds that losses, and joins, wait for others like them.
@@ -21,6 +23,8 @@ class Timing:
         stagger: seconds between the claims of two survivors.
         isolation: seconds that a node that reaches nobody, and belongs to nobody, waits before it claims; doubled each time.
         lead: steps between the newest known one and a proposed boundary.
+        return_delay: seconds that a node whose host was lost twice is kept out; doubled with each loss; 0: none is.
+        max_return_delay: that it is kept out at most; who stays in for so long has a loss forgotten.
     """
 
     min_nodes: int = 1
@@ -36,6 +40,13 @@ class Timing:
     stagger: float = 0.03
     isolation: float = 5.0
     lead: int = 2
+    return_delay: float = 10.0
+    max_return_delay: float = 300.0
+
+    @property
+    def size(self) -> Size:
+        """What this node's command says: that of a run which begins with it."""
+        return Size(self.min_nodes, self.max_nodes)
 
     def beat_for(self, num_nodes: int) -> float:
         """So that the leader of a large run reads about 2,500 signs of life a second and no more."""

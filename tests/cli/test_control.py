@@ -1,4 +1,4 @@
-"""``elastictrain stop`` and ``drain`` with real agents: who goes, at which step, and what a person is told."""
+"""``elastictrain stop``, ``drain`` and ``scale`` with real agents: who goes, at which step, and what a person is told."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stands_by(run: Run) -> bool:
 
 
 @pytest.mark.slow
-def test_a_node_is_drained_the_leader_dies_and_all_the_others_are_stopped(
+def test_a_node_is_drained_the_run_is_scaled_the_leader_dies_and_all_the_others_are_stopped(
     make: Callable[..., Nodes],  # noqa: F811
     call: Said,
     monkeypatch: pytest.MonkeyPatch,
@@ -76,8 +76,23 @@ def test_a_node_is_drained_the_leader_dies_and_all_the_others_are_stopped(
     nodes.check(planned=1)
     assert call("drain", nodes.run_dir, nodes.id_of(gone))[0] == 2, "it is nobody's name any more"
 
-    nodes.start("e")
+    code, out, err = call("scale", nodes.run_dir, "2")
+    assert code == 0 and "the run's size is 1:2 nodes; 3 nodes are there\n" in out, (out, err, nodes.said)
+    (number, aside) = re.findall(r"2 nodes train since step (\d+); standing by: (.*)\n", out)[0]
+    (surplus,) = [name for name in nodes.runs if nodes.id_of(name) == aside]
+    nodes.wait(*(name for name in nodes.runs if name != surplus))
+    wait_for(lambda: "2 nodes train, which is MAX of this run's 1:2: standing by" in nodes.runs[surplus].stderr)
+    assert nodes.entry.generation.boundary == int(number) and nodes.entry.generation.reason.endswith(f"by {aside}")
+    code, out, err = call("scale", nodes.run_dir, "1:3", "--no-wait")
+    assert (code, out) == (0, "the run's size is 1:3 nodes; 3 nodes are there\n"), (out, err, nodes.said)
+    nodes.wait(*nodes.runs)
+    nodes.check(planned=3)
+    assert "this run's size is 1:2 nodes: --nnodes 1:3 of this node does not count" in nodes.runs[surplus].stderr
+    assert call("scale", nodes.run_dir, "3")[1].endswith("3 nodes train\n"), "nothing has changed"
+
+    nodes.start("e", nnodes=(2, 8))
     wait_for(lambda: stands_by(nodes.runs["e"]))
+    assert "this run's size is 1:3 nodes: --nnodes 2:8 of this node does not count" in nodes.runs["e"].stderr
     nodes.kill(nodes.leader)
     nodes.wait(*nodes.runs)  # whoever leads then is asked
     nodes.start("f")
@@ -100,11 +115,19 @@ def test_a_node_is_drained_the_leader_dies_and_all_the_others_are_stopped(
 
 
 @pytest.mark.slow
-def test_nodes_that_wait_can_be_stopped_too(make: Callable[..., Nodes], call: Said) -> None:  # noqa: F811
-    """One node is missing; and then one of two has gone, and the other one is paused."""
+def test_nodes_that_wait_can_be_scaled_and_stopped_too(make: Callable[..., Nodes], call: Said) -> None:  # noqa: F811
+    """One node is missing, until it is not needed and then is again; and then one of two has gone."""
     nodes = make(2, 2)
     alone = nodes.start("a")
     wait_for(lambda: nodes.entry.leader is not None and nodes.entry.leader.node == nodes.id_of("a"))
+    code, out, err = call("scale", nodes.run_dir, "1:2")
+    assert code == 0 and out.endswith("1 node train\n"), (out, err, nodes.said)
+    nodes.wait("a")
+    code, out, err = call("scale", nodes.run_dir, "2:2")
+    (step,) = re.findall(r"1 node wait since step (\d+) for others: 2 are needed\n", out)
+    assert (code, nodes.entry.generation.is_paused) == (0, True), (out, err, nodes.said)
+    wait_for(lambda: "waiting for nodes, of which at least 2 are needed" in alone.stderr)
+    assert (nodes.folder / "checkpoint").read_text() == step, "the state is kept"
     code, out, err = call("stop", nodes.run_dir)
     assert (code, alone.wait(is_last=False)["code"]) == (0, 75), (out, err, nodes.said)
     nodes.runs.clear()
@@ -134,6 +157,10 @@ def test_a_run_that_cannot_be_asked_is_one_line(
 
     assert refused("stop", tmp_path / "nothing") == (2, f"elastictrain: error: {tmp_path}/nothing holds no run: give the"
             " directory that `elastictrain run --run-dir` was given\n")  # fmt: skip
+    assert refused("scale", tmp_path / "nothing", "2")[0] == 2
+    for size in ("3:2", "0", "0:2", "two", "", ":4", "-1", "9999999999"):
+        code, line = refused("scale", tmp_path, "--", size)
+        assert code == 2 and f"{size} is no size of a run: write a number of nodes" in line
     nodes = make(1, 2)
     nodes.start("a")
     nodes.wait("a")
@@ -153,6 +180,8 @@ def test_a_run_that_cannot_be_asked_is_one_line(
     nodes.runs["a"].signal(signal.SIGSTOP)  # it is there, and does not say so
     code, line = refused("drain", nodes.run_dir, "a")
     assert code == 1 and f"nobody leads it, though {nodes.id_of('a')}" in line
+    code, line = refused("scale", nodes.run_dir, "2")
+    assert code == 1 and "cannot be scaled: nobody leads it" in line
     nodes.kill("a")
     code, line = refused("drain", nodes.run_dir, "a")
     assert code == 1 and "has no nodes to choose from: none of its nodes answers" in line
@@ -190,6 +219,7 @@ def test_agents_without_a_log_get_a_signal_on_their_host_alone(
     lines = [start, {**node, "workers": [{"rank": 0, "pid": os.getpid()}]}]  # a number that another process has now
     assert f"is not running: no process {run.pid} with its workers" in refused("stop", tmp_path)
     assert "ended by `elastictrain stop`" in refused("drain", tmp_path, host)
+    assert "it has no run log, as with --nnodes 1" in refused("scale", tmp_path, "2")
     lines = [start, {**node, "workers": [worker]}]
     reaper = threading.Thread(target=lambda: outcomes.append(run.wait()))
     outcomes: list[dict[str, Any]] = []

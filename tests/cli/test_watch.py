@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
+from elastictrain.channel import key_of
+from elastictrain.checkpoint.token import make_token, read_token
 from elastictrain.cli import status as status_module
 from elastictrain.cli.main import _main
+from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
+from elastictrain.elastic.runlog import RunLog
 from elastictrain.metrics.ledger import Ledger
 from elastictrain.rundir import RunDir
 from tests.helpers import ROOT, heed_ctrl_c
@@ -80,6 +84,35 @@ def test_nodes_that_leave_and_come_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert _main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.count("  node: node-") == 4 and "recovery: node-3 was killed by SIGKILL at step 137; 37 steps" in out
+
+
+def test_the_run_log_adds_the_size_and_who_is_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running(tmp_path)
+
+    def told(*more: str) -> str:
+        assert _main(["status", str(tmp_path), *more]) == 0
+        return capsys.readouterr().out
+
+    assert "size" not in json.loads(told("--json"))
+    place = RunDir(tmp_path)
+    make_token(place)
+    here, gone = Member("a-1-b", "10.0.0.1", 1), Member("c-2-d", "10.0.0.2", 1)
+    losses = (Loss("10.0.0.1", 2, 10.0), Loss("10.0.0.2", 3, 20.0), Loss("10.0.0.3", 1, 0.0))
+    first = Entry().claimed_by(here, Size(1, 4))
+    run_log = RunLog(place, key_of(read_token(place)), folder="log-j")
+    for entry in (first, first.with_generation(Generation(1, 1, (here, gone)), ())):
+        assert run_log.create(entry)
+    assert json.loads(told("--json", "--rdzv-id", "j"))["kept_out"] == []
+    second = entry.with_generation(Generation(2, 1, (here,), size=Size(1, 4)), losses)
+    assert run_log.create(second)
+    found = json.loads(told("--json", "--rdzv-id", "j"))
+    assert found["size"] == {"min": 1, "max": 4}
+    assert found["kept_out"] == [{"host": "10.0.0.2", "losses": 3, "seconds": 20.0}]
+    out = told("--rdzv-id", "j")
+    assert "  size: 1:4 nodes\n  kept out: 10.0.0.2, lost 3 times in short, until 20s after the last one\n" in out
+    assert "size" not in told(), "that is another run"
+    (tmp_path / "log-j" / "00000003").write_text("{}")
+    assert "size" not in told("--rdzv-id", "j"), "nobody with the token has written it"
 
 
 def test_it_ends_with_the_run(

@@ -31,7 +31,7 @@ from elastictrain.elastic import handler as handler_module
 from elastictrain.elastic.chain import Member
 from elastictrain.elastic.endpoint import host_and_port
 from elastictrain.elastic.handler import BACKEND, RunRendezvous, create
-from elastictrain.elastic.node import listen
+from elastictrain.elastic.links import listen
 from elastictrain.elastic.runlog import RunLog
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir

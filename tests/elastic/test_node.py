@@ -22,7 +22,8 @@ from elastictrain.elastic import links as links_module
 from elastictrain.elastic import node as node_module
 from elastictrain.elastic.chain import Member
 from elastictrain.elastic.control import Control
-from elastictrain.elastic.node import RunNode, listen
+from elastictrain.elastic.links import listen
+from elastictrain.elastic.node import RunNode
 from elastictrain.elastic.runlog import FixedLog, RunLog, RunLogError
 from elastictrain.elastic.timing import Timing
 from elastictrain.rundir import RunDir

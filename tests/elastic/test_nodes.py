@@ -18,7 +18,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import read_token
-from elastictrain.elastic.chain import Entry
+from elastictrain.elastic import handler
+from elastictrain.elastic.chain import Entry, Loss
 from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.rendezvous import GenerationHandler
 from elastictrain.elastic.runlog import RunLog
@@ -37,14 +38,22 @@ class Nodes:
         self._conf = {"ttl": 10.0, "last_call_timeout": 0.1, **conf}
         self.runs: dict[str, Run] = {}
 
-    def start(self, name: str, *, workers: int = 1, **more: Any) -> Run:
+    def start(
+        self,
+        name: str,
+        *,
+        workers: int = 1,
+        nnodes: tuple[int, int] | None = None,
+        address: str = "127.0.0.1",
+        **more: Any,
+    ) -> Run:
         def meet(num_workers: int) -> GenerationHandler:
             parameters = RendezvousParameters(
-                BACKEND, str(self.run_dir), "", *self._nodes, local_addr="127.0.0.1", **self._conf
+                BACKEND, str(self.run_dir), "", *(nnodes or self._nodes), local_addr=address, **self._conf
             )
-            handler = create(parameters, num_workers=num_workers, has_steps=True, say=say)
-            (self.folder / f"{name}.node").write_text(handler._node.me.node)
-            return handler
+            made = create(parameters, num_workers=num_workers, has_steps=True, say=say)
+            (self.folder / f"{name}.node").write_text(made._node.me.node)
+            return made
 
         def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
@@ -170,9 +179,11 @@ def test_nodes_join_and_leave_without_a_lost_step(make: Callable[..., Nodes]) ->
 
 
 @pytest.mark.slow
-def test_nodes_die_in_every_way(make: Callable[..., Nodes]) -> None:
-    """A member, the leader, a worker; a stopped agent comes back; two at once; one that joins as another is lost."""
-    nodes = make(1, 4, ttl=3.0)
+def test_nodes_die_in_every_way(make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member, the leader, a worker; a stopped agent comes back; two at once; one that joins as another is lost; and one
+    whose host is lost again and again."""
+    monkeypatch.setattr(handler, "PATIENCE", 0.2)  # they say it sooner that they wait
+    nodes = make(1, 4, ttl=3.0, return_delay=600.0, max_return_delay=600.0)
     for name in "abc":
         nodes.start(name)
     nodes.wait("a", "b", "c")
@@ -196,9 +207,19 @@ def test_nodes_die_in_every_way(make: Callable[..., Nodes]) -> None:
     for name in list(nodes.runs)[:2]:
         nodes.kill(name)
     nodes.wait(*nodes.runs)
+    for name in "gh":  # the first return is at once
+        nodes.start(name, address="127.0.0.7")
+        nodes.wait(*nodes.runs)
+        nodes.kill(name)
+        nodes.wait(*nodes.runs)
+    late = nodes.start("i", address="127.0.0.7")
+    wait_for(lambda: "this host was lost 2 times in short: it is let in again at" in late.stderr)
+    assert (
+        nodes.entry.losses[-1] == Loss("127.0.0.7", 2, 600.0) and nodes.id_of("i") not in nodes.entry.generation.reason
+    )
     nodes.check(planned=1)
     outcomes = nodes.stop()
-    assert [outcome["code"] for outcome in outcomes] == [75, 75], nodes.said
+    assert [outcome["code"] for outcome in outcomes] == [75, 75, 75], nodes.said
     assert nodes.said.count("(restart ") <= 1, "other nodes' deaths cost no budget"
 
 

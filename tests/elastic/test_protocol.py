@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from elastictrain.elastic import leader as deciding
+from elastictrain.elastic import decisions as deciding
 from elastictrain.elastic.actions import Close, Create, Send
 from elastictrain.elastic.chain import Entry
+from elastictrain.elastic.decisions import Decision
 from elastictrain.elastic.election import Election
-from elastictrain.elastic.leader import Decision, Leader
+from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.leading import Leading
 from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.timing import Timing

@@ -13,12 +13,23 @@ from typing import Any
 import pytest
 
 from elastictrain.channel import key_of
-from elastictrain.elastic.chain import ChainError, Entry, Generation, Member, check_follows, entry_from_json
+from elastictrain.elastic.chain import (
+    ChainError,
+    Entry,
+    Generation,
+    Loss,
+    Member,
+    Size,
+    check_follows,
+    entry_from_json,
+    generation_from_json,
+)
 from elastictrain.elastic.runlog import KEEP, RunLog, RunLogError
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
 KEY = key_of("a token for tests")
+ANY = Size()
 
 
 def open_log(url: str | Path, *, key: bytes = KEY) -> RunLog:
@@ -26,7 +37,7 @@ def open_log(url: str | Path, *, key: bytes = KEY) -> RunLog:
 
 
 def claim(node: str, after: Entry | None = None) -> Entry:
-    return (after or Entry()).claimed_by(Member(node, "127.0.0.1", 1))
+    return (after or Entry()).claimed_by(Member(node, "127.0.0.1", 1), ANY)
 
 
 def race(url: str | Path, *, writers: int, rounds: int) -> None:
@@ -73,7 +84,9 @@ def test_an_empty_log_is_entry_0(tmp_path: Path) -> None:
 def test_what_comes_out_is_what_went_in(tmp_path: Path) -> None:
     first = claim("a")
     members = (Member("a", "10.0.0.1", 4000, 4001, 8), Member("ü-2", "::1", 4002))
-    second = first.with_generation(Generation(1, 1, members, 17, "joined a, ü-2"))
+    second = first.with_generation(
+        Generation(1, 1, members, 17, "joined a, ü-2", size=Size(1, 3)), (Loss("host", 3, 20.0),)
+    )
     third = second.with_closed("done")
     log = open_log(tmp_path)
     for entry in (first, second, third):
@@ -211,18 +224,32 @@ def test_a_kind_of_store_that_nobody_knows_is_refused(monkeypatch: pytest.Monkey
 
 def test_what_may_follow_what() -> None:
     first = claim("a")
-    formed = first.with_generation(Generation(1, 1, (Member("a"),)))
+    formed = first.with_generation(Generation(1, 1, (Member("a"),), first=1, size=Size(1, 2)), (Loss("x", 2, 10.0),))
+    scaled = formed.with_size(Size(1, 1))
+    two = Generation(2, 1, (Member("a"), Member("b")), first=1, size=Size(1, 1))
     check_follows(Entry(), first)
     check_follows(first, formed)
     check_follows(formed, claim("b", formed))
     check_follows(formed, formed.with_closed("done"))
     check_follows(formed.with_closed("done"), claim("b", formed.with_closed("done")))
+    check_follows(formed, scaled)
+    check_follows(scaled, claim("b", scaled))
+    assert (claim("b", scaled).size, claim("b", scaled).losses) == (Size(1, 1), formed.losses), "the run's, not its own"
+    assert claim("b", formed.with_closed("done")).size == ANY, "nobody is left whose run it is"
     for before, after in [
         (Entry(), formed),  # a hole
         (first, replace(claim("b", first), epoch=3)),  # an epoch left out
-        (first, first.with_generation(Generation(2, 1, (Member("a"),)))),  # a generation left out
-        (claim("b", first), claim("b", first).with_generation(Generation(1, 1, ()))),  # of a leader that was deposed
-        (formed.with_closed("done"), formed.with_closed("done").with_generation(Generation(2, 1, ()))),
+        (first, first.with_generation(Generation(2, 1, (Member("a"),)), ())),  # a generation left out
+        (claim("b", first), claim("b", first).with_generation(Generation(1, 1, (), is_paused=True), ())),  # deposed
+        (
+            formed.with_closed("done"),
+            formed.with_closed("done").with_generation(Generation(2, 1, (), is_paused=True), ()),
+        ),
+        (scaled, scaled.with_generation(two, ())),  # more than the run's most
+        (scaled, scaled.with_generation(replace(two, size=Size(1, 2)), ())),  # its own size
+        (scaled, replace(claim("b", scaled), size=Size(1, 2))),  # a claim that changes the size
+        (scaled, replace(scaled, index=4)),
+        (formed.with_closed("done"), formed.with_closed("done").with_size(Size(1, 1))),
         (first, replace(first, index=2)),  # says nothing
     ]:
         with pytest.raises(ChainError):
@@ -230,8 +257,21 @@ def test_what_may_follow_what() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [None, {}, {"index": -1}, {**Entry().to_json(), "epoch": True}, {**Entry().to_json(), "leader": [1]}]
+    "bad",
+    [
+        None,
+        {},
+        {"index": -1},
+        {**Entry().to_json(), "epoch": True},
+        {**Entry().to_json(), "leader": [1]},
+        {**Entry().to_json(), "size": [3, 2]},
+        {**Entry().to_json(), "size": [0, 2]},
+        {**Entry().to_json(), "size": 4},
+        {**Entry().to_json(), "losses": [["host", -1, 0.0]]},
+    ],
 )
 def test_an_entry_that_is_none(bad: Any) -> None:
     with pytest.raises(ChainError):
         entry_from_json(bad)
+    with pytest.raises(ChainError):
+        generation_from_json(bad)

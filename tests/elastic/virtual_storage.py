@@ -21,6 +21,7 @@ class Storage:
         self._world, self._chance = world, world.chance
         self.log: list[Entry] = [Entry()]
         self.mood = "fast"
+        self._lost_at: dict[str, float] = {}  # by host, when its newest loss was written
 
     def ask_newest(self, node: Node) -> None:
         self._world.at(self._soon(), self._read, node)
@@ -48,6 +49,7 @@ class Storage:
         was_created = entry.index > self.log[-1].index
         if was_created:
             self._check(node, entry)
+            self._check_hosts(entry)
             self.log.append(entry)
         elif entry == self.log[entry.index]:
             was_created = True  # its own, of a request that was thought to be lost
@@ -67,3 +69,18 @@ class Storage:
                 if one.current == last.generation:
                     assert one.peer.step <= entry.generation.boundary, f"{one.name} went past the boundary"
         assert entry.index < 60 + 12 * self._world.num_faults, f"the log has grown to {entry.index} entries"
+
+    def _check_hosts(self, entry: Entry) -> None:
+        """Nobody is let in too early, but for the run's least number of nodes."""
+        old, new = self.log[-1], entry.generation
+        self._lost_at |= {loss.host: self._world.now for loss in entry.losses if loss not in old.losses}
+        before = {member.node for member in old.generation.members}
+        hosts = {member.host for member in old.generation.members if member in new.members}
+        until = {loss.host: self._lost_at[loss.host] + loss.seconds for loss in entry.losses}
+        early = [
+            one.node
+            for one in new.members
+            if one.node not in before and one.host not in hosts and until.get(one.host, 0.0) > self._world.now
+        ]
+        if new != old.generation and new.first != new.number:
+            assert len(new.members) - len(early) < new.size.min_nodes or not early, f"{early} should still be kept out"

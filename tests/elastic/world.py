@@ -10,7 +10,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastictrain.elastic.actions import (
@@ -20,19 +20,24 @@ from elastictrain.elastic.actions import (
     Create,
     Dismissed,
     Formed,
+    KeptOut,
     Left,
     Promise,
     Read,
     Release,
+    Resized,
     Send,
     Trim,
 )
-from elastictrain.elastic.chain import Entry, Generation, Member
+from elastictrain.elastic.chain import Entry, Generation, Member, Size
 from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.timing import Timing
 from tests.elastic.virtual_storage import Storage
 
-TIMING = Timing(min_nodes=2, max_nodes=4, ttl=1.0, beat=0.25, isolation=1.5, form=0.5)
+TIMING = Timing(
+    min_nodes=2, max_nodes=4, ttl=1.0, beat=0.25, isolation=1.5, form=0.5, return_delay=0.7, max_return_delay=2.5
+)
+OTHER_SIZES = [(1, 2), (2, 6), (3, 3)]  # what some commands say that join a run: it has its own
 NONE = Generation()
 LOST = object()  # in a pipe: the other side has closed
 
@@ -63,6 +68,9 @@ class Node:
     wake_at: float = float("inf")
     is_leaving: bool = False
     has_left: bool = False
+    comes_back: bool = False  # an earlier node of its host was lost
+    size: Size | None = None  # told by a leader
+    kept_out: list[tuple[int, float]] = field(default_factory=list)  # what it was told of that: times, seconds
     current: Generation = NONE  # in which the worker trains
     coming: Generation | None = None  # agreed on, behind a boundary
     asked: Promise | None = None  # to promise; at its next boundary the worker answers
@@ -115,6 +123,11 @@ class World:
         return self.storage.log
 
     @property
+    def size(self) -> Size:
+        """The run's, by the log."""
+        return self.log[-1].size or self.timing.size
+
+    @property
     def leader(self) -> Node:
         """Who leads by the log."""
         claimed = self.log[-1].leader
@@ -163,7 +176,7 @@ class World:
 
     def agree(self) -> bool:
         living = [node for node in self.nodes.values() if node.is_alive and not node.has_left and not node.is_leaving]
-        if len(living) < self.timing.min_nodes:
+        if len(living) < self.size.min_nodes:
             return True
         newest = self.log[-1].generation
         members = {member.node for member in newest.members}
@@ -171,7 +184,8 @@ class World:
         return (
             all(node.peer.generation.number == newest.number for node in living)
             and members <= names
-            and len(members) == min(self.timing.max_nodes, len(names))
+            and len(members) == min(self.size.max_nodes, len(names))
+            and all(node.peer.following.size == self.size for node in living)
             and all(node.limit is None for node in living)
             and all(not node.is_leaving or node.has_left for node in self.nodes.values() if node.is_alive)
         )
@@ -187,10 +201,11 @@ class World:
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
-    def spawn(self) -> Node:
-        name = f"n{len(self.nodes)}"
-        peer = self.make(Member(name, name, 1), self.timing, chance=random.Random(self.chance.random()))
-        node = Node(peer, self.timing)
+    def spawn(self, *, host: str = "", timing: Timing | None = None) -> Node:
+        """A new node; on the host of one that was lost, if that is given."""
+        name, timing = f"n{len(self.nodes)}", timing or self.timing
+        peer = self.make(Member(name, host or f"host of {name}", 1), timing, chance=random.Random(self.chance.random()))
+        node = Node(peer, timing)
         self.nodes[name] = node
         self.at(self.now + self.chance.random() * 0.1, self.tell, node, peer.on_start)
         self.at(self.now + self.chance.choice([0.0, 0.2, 1.5]), self.tell, node, peer.on_ready)
@@ -284,6 +299,10 @@ class World:
                 node.asked = action
             case Release():
                 node.asked = node.limit = None
+            case Resized(size):
+                node.size = size
+            case KeptOut(times, seconds):
+                node.kept_out.append((times, seconds))
             case Dismissed():
                 node.is_leaving = True
             case Left():
@@ -368,18 +387,21 @@ class World:
         leaders = [node for node in living if node.peer.leading is not None]
         kind = self.chance.choice(
             ["crash", "crash", "dark", "freeze", "freeze", "part", "cut", "heal", "leave", "spawn", "spawn", "fail",
-             "drain", "restart", "storage", "storage", "suspect"]
+             "drain", "restart", "restart", "restart", "scale", "scale", "storage", "storage", "suspect"]
         )  # fmt: skip
         among = leaders if leaders and self.chance.random() < 0.5 else living
         if not among:
             return
         node = self.chance.choice(among)
-        can_lose = len([one for one in living if not one.is_leaving]) > self.timing.min_nodes + 1
+        again = [one for one in living if one.comes_back]
+        if kind == "restart" and again:
+            node = self.chance.choice(again)  # the same host again and again
+        can_lose = len([one for one in living if not one.is_leaving]) > self.size.min_nodes + 1
         if kind in ("crash", "dark", "restart") and can_lose:
             node.is_dark = kind == "dark"
             self.crash(node)
             if kind == "restart":
-                self.spawn()
+                self.spawn(host=node.peer.me.host).comes_back = True
         elif kind == "freeze":
             node.frozen_until = max(node.frozen_until, self.now + self.chance.choice([0.3, 1.3, 4.0]))
         elif kind == "part":
@@ -394,7 +416,13 @@ class World:
         elif kind == "drain" and can_lose and leaders:
             self.control(self.chance.choice(leaders), {"do": "drain", "node": node.name})
         elif kind == "spawn" and len(living) < 8:
-            self.spawn()
+            least, most = self.chance.choice([*OTHER_SIZES, (self.timing.min_nodes, self.timing.max_nodes)])
+            self.spawn(timing=replace(self.timing, min_nodes=least, max_nodes=most))
+        elif kind == "scale" and leaders:
+            least = self.chance.randint(0, 3)
+            self.control(
+                self.chance.choice(leaders), {"do": "scale", "min": least, "max": self.chance.randint(max(least, 1), 6)}
+            )
         elif kind == "fail":
             self.tell(node, node.peer.on_failed_workers, node.peer.generation.number)
         elif kind == "suspect":
