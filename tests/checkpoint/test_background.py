@@ -214,6 +214,7 @@ def test_the_writer_ends_with_its_worker(tmp_path: Path) -> None:
 
 
 def test_the_writer_has_no_torch() -> None:
+    """As reported in KempnerForge#104: the thread of an async save and a barrier shared a group: deadlock."""
     code = "import sys, elastictrain.checkpoint.drain_main; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -46,6 +46,7 @@ def test_newest_is_the_highest_step_and_then_the_last_commit(url: str) -> None:
 
 
 def test_what_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """As reported in transformers#35782, Automodel#3261: a restart took an incomplete checkpoint, or hung on it."""
     path = manager(str(tmp_path)).save(3, STATE).path
     checkpoints = tmp_path / "checkpoints"
     for name in ("step-00000009/000000-abc", "step-9/x", "step-000000x0/x", "lost+found"):
@@ -92,7 +93,10 @@ def test_a_damaged_one_is_named_and_the_next_older_is_taken(tmp_path: Path, capl
 def test_storage_that_cannot_be_read_is_no_reason_to_take_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """See also test_s3.py."""
+    """See also test_s3.py.
+
+    As reported in lightning#21936: ``last`` on remote storage trained from scratch, silently.
+    """
     checkpoints = manager(str(tmp_path))
     checkpoints.save(1, STATE)
     checkpoints.save(2, STATE)

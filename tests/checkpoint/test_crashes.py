@@ -140,6 +140,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(("url", "world_size", "at", "point"), CASES, indirect=["url"])
 def test_a_writer_that_is_killed_costs_one_save(url: str, world_size: int, at: int, point: str, tmp_path: Path) -> None:
+    """As reported in dlrover#1749: a restart during a save left a begin without an end."""
     old = here(url).save(10, expected())
     texts = run_ranks(save_killed, world_size, url, tmp_path / "flag", at, point, "kill", timeout=120)
     newest = manager(url).newest()
@@ -251,7 +252,10 @@ def writes_between(happened: list[str]) -> list[tuple[str, str]]:
 def test_every_write_is_between_two_points_and_every_point_is_known(
     storage: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new object of the protocol, or a new point, is not tested here until it is listed here."""
+    """A new object of the protocol, or a new point, is not tested here until it is listed here.
+
+    As reported in KempnerForge#102: ``latest`` moved before the data was there.
+    """
     happened: list[str] = []
     monkeypatch.setattr(Drain, "reached", staticmethod(happened.append))
     if storage == "local":

@@ -53,6 +53,7 @@ def test_the_newest_whole_one_stays_and_what_is_newer_is_not_counted(tmp_path: P
 
 
 def test_one_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
+    """As reported in lightning#21813: the checkpoint that a run had resumed from was deleted."""
     fill(str(tmp_path), [1.0] * 3, keep_last=None)
     run_dir = RunDir(str(tmp_path))
     oldest = list(catalog.entries(run_dir))[-1]

@@ -85,6 +85,7 @@ def _take_all(url: str, addresses: list[Any]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_snapshot_is_restored_by_any_number_of_ranks(world_size: int, node: Node, tmp_path: Path) -> None:
+    """As reported in torchtitan#811: another number of ranks failed, or lost the loader's state."""
     _take_all(str(tmp_path), [node.address] * 2)
     wait_until(lambda: node.steps(rank=0)[-1:] == node.steps(rank=1)[-1:] == [30])
     steps = run_ranks(_restore, world_size, [node.address] * world_size, 30, timeout=120)
@@ -238,6 +239,7 @@ def test_one_damaged_image_has_a_good_copy(two_nodes: list[Node], tmp_path: Path
 
 
 def test_a_keeper_that_goes_in_the_middle_is_damage(node: Node, tmp_path: Path) -> None:
+    """As reported in prime-diloco#156: whoever the state was copied from went before the copy had ended."""
     checkpoints = taking(str(tmp_path), node.address)
     snapshot(checkpoints, 10, expected())
     _wait_whole(checkpoints, node, 10)

@@ -120,6 +120,7 @@ CASES = {
 def test_survivors_go_on_in_their_processes(
     mesh: str, tmp_path: Path, uninterrupted: dict[int, dict[str, float]]
 ) -> None:
+    """As reported in torchft#276: after one interruption models differed between nodes."""
     workers, dp, deaths = CASES[mesh]
     run = command(tmp_path, deaths=deaths, workers=workers, mesh=mesh)
     assert run.wait() == 0, run.text

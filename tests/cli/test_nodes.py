@@ -87,6 +87,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_nodes_come_go_and_die_and_the_losses_stay(cluster: Cluster, tmp_path: Path) -> None:
+    """As reported in kubeflow/trainer#1638, NVRx#348: one pod was deleted, and all restarted; a restored replica gave
+    NaN three iterations later."""
     try:
         for name in "ab":
             cluster.start(name)

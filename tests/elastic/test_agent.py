@@ -228,6 +228,7 @@ def test_what_no_attempt_can_mend_is_not_tried_again(tmp_path: Path, what: str, 
 
 @pytest.mark.parametrize(("number", "reason"), SIGNALS)
 def test_a_signal_stops_all_at_one_step(tmp_path: Path, number: signal.Signals, reason: str) -> None:
+    """As reported in ray#63968: a notice was ignored."""
     run = Run(tmp_path, workers=3, steps=100_000, pace=0.003)
     run.wait_for_step(5)
     run.signal(number)
@@ -252,7 +253,10 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_a_worker_stops_all(tmp_path: Path) -> None:
-    """Schedulers that signal every process of a job do not tear a worker out of its step."""
+    """Schedulers that signal every process of a job do not tear a worker out of its step.
+
+    As reported in KempnerForge#177: SIGTERM to every process killed the workers before they had saved.
+    """
     run = Run(tmp_path, workers=2, steps=100_000)
     run.wait_for_step(3)
     os.kill(int((tmp_path / "pid-0-1").read_text()), signal.SIGTERM)

@@ -101,6 +101,7 @@ def test_failed_workers_of_one_node_bring_all_into_a_new_generation(handlers: li
 
 
 def test_one_that_leaves_closes_nothing_for_the_others(tmp_path: Path) -> None:
+    """As reported in pytorch#67742, pytorch#150916: SIGTERM to one agent closed the rendezvous for all."""
     # They begin when the second is there, and not before: with two it is full.
     made = [create(parameters(str(tmp_path), nodes=(1, 2), last_call_timeout=60.0)) for _ in range(2)]
     try:
@@ -286,7 +287,10 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchrun_goes_on_when_the_node_of_the_rendezvous_dies(agents: Agents) -> None:
-    """The master node dies, a worker dies, another node joins; and the end is the end for all."""
+    """The master node dies, a worker dies, another node joins; and the end is the end for all.
+
+    As reported in pytorch#168242: the master node died, and the job with it.
+    """
     try:
         for number in (2, 3, 4):
             agents.start(f"127.0.0.{number}")

@@ -82,6 +82,7 @@ def test_an_environment_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_signals_ask_and_a_second_interrupt_ends() -> None:
+    """As reported in lightning#21406: saving inside of the signal handler never ended."""
     one, two = loop(), loop("stubborn")
     try:
         one.send_signal(signal.SIGINT)

@@ -177,6 +177,7 @@ def test_joins_close_together_are_one_change() -> None:
 
 
 def test_one_node_too_many_stands_by_and_steps_in() -> None:
+    """As reported in NVRx#348: one node more than asked for ended the job."""
     world = formed(4, max_nodes=4)
     extra = world.spawn().name
     world.pass_time(3.0)
