@@ -167,9 +167,10 @@ def _standing(before: Standing, after: Standing) -> str:
     out = {one.node for one in before.generation.members} - {one.node for one in now.members}
     aside = sorted(out & {one.node for one in after.nodes})
     if now.is_paused or len(now.members) < size.min_nodes:
-        return f"{_nodes(len(after.nodes))} wait{since} for others: {size.min_nodes} are needed"
+        waits = "waits" if len(after.nodes) == 1 else "wait"
+        return f"{_nodes(len(after.nodes))} {waits}{since} for others: {size.min_nodes} are needed"
     stands = f"; standing by: {', '.join(aside)}" if aside else ""
-    return f"{_nodes(len(now.members))} train{since}{stands}"
+    return f"{_nodes(len(now.members))} {'trains' if len(now.members) == 1 else 'train'}{since}{stands}"
 
 
 def control_of(place: RunDir, rdzv_id: str) -> Control | None:

@@ -90,7 +90,7 @@ def in_words(
         _listed("lost", [name for name in gone if name not in here]),
         _listed("left", [name for name in gone if name in leaving]),
         _listed("joined", sorted(after - before)),
-        _listed(f"at most {size.max_nodes} nodes: standing by", surplus),
+        _listed(f"MAX is {size.max_nodes}: standing by", surplus),
         f"{size.min_nodes} nodes are needed" if len(wanted) < size.min_nodes else "",
     ]
     return "; ".join(part for part in parts if part) or ("workers failed" if renew else "enough nodes")

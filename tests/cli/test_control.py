@@ -121,10 +121,10 @@ def test_nodes_that_wait_can_be_scaled_and_stopped_too(make: Callable[..., Nodes
     alone = nodes.start("a")
     wait_for(lambda: nodes.entry.leader is not None and nodes.entry.leader.node == nodes.id_of("a"))
     code, out, err = call("scale", nodes.run_dir, "1:2")
-    assert code == 0 and out.endswith("1 node train\n"), (out, err, nodes.said)
+    assert code == 0 and out.endswith("1 node trains\n"), (out, err, nodes.said)
     nodes.wait("a")
     code, out, err = call("scale", nodes.run_dir, "2:2")
-    (step,) = re.findall(r"1 node wait since step (\d+) for others: 2 are needed\n", out)
+    (step,) = re.findall(r"1 node waits since step (\d+) for others: 2 are needed\n", out)
     assert (code, nodes.entry.generation.is_paused) == (0, True), (out, err, nodes.said)
     wait_for(lambda: "waiting for nodes, of which at least 2 are needed" in alone.stderr)
     assert (nodes.folder / "checkpoint").read_text() == step, "the state is kept"

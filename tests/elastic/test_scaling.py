@@ -35,7 +35,7 @@ def test_those_above_a_new_maximum_stand_by_from_one_step_on_and_step_in_again()
     entry, number = world.log[-1], world.log[-1].generation.number
     assert members(world) == before[:3] and entry.generation.boundary > 0
     assert (entry.size, entry.generation.size) == (Size(2, 3), Size(2, 3)), "the least number is as it was"
-    assert entry.generation.reason == f"at most 3 nodes: standing by {before[3]}"
+    assert entry.generation.reason == f"MAX is 3: standing by {before[3]}"
     surplus = world.nodes[before[3]]
     world.pass_time(2.0)
     assert not surplus.is_leaving and not surplus.has_left and world.log[-1].generation.number == number
