@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 RUN_DIR ?= runs/byte_lm
 TEST_ARGS ?=
 
-.PHONY: train test test-fast lint docs browser screenshots clean soak
+.PHONY: train test test-fast lint docs browser screenshots clean soak accounts
 
 ## train: a byte-level language model on two processes, a few minutes; Ctrl-C saves, and the same again goes on
 train: $(VENV)/.installed
@@ -26,6 +26,10 @@ test-fast: $(VENV)/.installed-dev
 ## soak: nodes killed, stopped, leaving and joining at random; EVENTS=200 SEED=0
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak --events $(or $(EVENTS),200) --seed $(or $(SEED),0)
+
+## accounts: ten short runs with random faults; every node-second of them must have one cause
+accounts: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.accounts --runs $(or $(RUNS),10) --seed $(or $(SEED),0)
 
 ## lint: style, types, and the direction of imports
 lint: $(VENV)/.installed-dev

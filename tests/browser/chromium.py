@@ -16,10 +16,11 @@ from PIL import Image
 from selenium import webdriver
 from selenium.common.exceptions import JavascriptException, TimeoutException
 from selenium.webdriver.chrome.service import Service
+from urllib3.exceptions import ReadTimeoutError
 
 REQUIRED = "ELASTICTRAIN_REQUIRE_BROWSER"  # set: tests fail where there is no Chromium
 SCREENSHOTS = "ELASTICTRAIN_SCREENSHOTS"  # set: a folder where pictures for the docs go
-PATIENCE = 90.0
+PATIENCE = 200.0
 
 _OPTIONS = (
     "--headless",
@@ -64,7 +65,7 @@ class Page:
                 found = self.ask(script)
                 if is_right(found):
                     return found
-            except (JavascriptException, TimeoutException) as error:  # the page is still being built
+            except (JavascriptException, TimeoutException, ReadTimeoutError) as error:  # it is still being built
                 found = error
             assert time.monotonic() < deadline, found
             time.sleep(0.2)

@@ -1,11 +1,10 @@
-"""A task that logs something for every chart of the dashboard; its second worker dies once, later it waits for a save."""
+"""A task that logs something for every chart of the dashboard; a file says how many steps it may do by now."""
 
 from __future__ import annotations
 
-import glob
 import os
-import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +13,24 @@ from torch.utils.data import Dataset, TensorDataset
 
 from elastictrain import Task
 
+PATIENCE = 150.0
+
 
 def _data(seed: int) -> TensorDataset:
     tokens = torch.randint(16, (64, 8), generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(tokens, tokens.flip(1))
+    return TensorDataset(tokens, (5 * tokens + 3) % 16)
 
 
 class Watched(Task):
+    """
+    Args:
+        gate: a file with a number: steps may begin while fewer are finished.
+    """
+
     batch_size = 8
     num_workers = 1
 
-    def __init__(self, lr: float = 0.05, die_at: int = -1, until: str = "", wait_at: int = -1) -> None:
+    def __init__(self, lr: float = 0.02, gate: str = "") -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -49,15 +55,22 @@ class Watched(Task):
         return super().validation_step(batch, batch_idx, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        deadline = time.monotonic() + 60.0
-        while self.global_step == self.hparams["wait_at"] and not glob.glob(self.hparams["until"]):
+        deadline = time.monotonic() + PATIENCE
+        while self.global_step >= num_open(self.hparams["gate"]):
             assert time.monotonic() < deadline
-            time.sleep(0.05)
-        if self.global_step >= self.hparams["wait_at"] > 0:
-            time.sleep(0.05)  # in these steps it is heard that the save is done, and then logged
-        if self.global_step == self.hparams["die_at"] and self.global_rank == 1 and is_first:
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.02)
+        time.sleep(0.05)  # so that it is heard in some step that a save is done, and then logged
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+
+
+def num_open(gate: str) -> int:
+    """How many steps may be done by now."""
+    return int(Path(gate).read_text())
+
+
+def open_until(gate: str, step: int) -> None:
+    """So many may be done from now on."""
+    Path(gate + ".new").write_text(str(step))
+    os.replace(gate + ".new", gate)

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastictrain.metrics.goodput import goodput
 from elastictrain.metrics.ledger import read_ledger
+from elastictrain.metrics.prometheus import PREFIX, metric_name
 from elastictrain.rundir import RunDir
 from tests.cli.measured_task import notes
 from tests.cli.test_run import ROOT, Command
@@ -166,6 +168,18 @@ def test_prometheus_is_answered_all_the_time(alone: Ran) -> None:
     steps = max(value for (name, _), value in last.items() if name == "elastictrain_step")
     losses = [value for (name, _), value in last.items() if name == "elastictrain_train_loss"]
     assert 17 < steps <= 25 and len(losses) == 1
+
+
+def test_prometheus_has_the_names_of_tensorboard(alone: Ran) -> None:
+    accumulator = EventAccumulator(str(alone.folder / "run" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    tags = {tag: len(accumulator.Scalars(tag)) for tag in accumulator.Tags()["scalars"]}
+    told = {name for one in alone.scrapes for name, _ in one}
+    often = {
+        metric_name(tag) for tag, count in tags.items() if count > 3
+    }  # not only between the last scrape and the end
+    assert len(often) > 20 and often <= told, often - told
+    own = {f"{PREFIX}{name}" for name in ("step", "logged_timestamp_seconds")}
+    assert {name for name in told - own if not name.startswith(f"{PREFIX}agent_")} <= set(map(metric_name, tags))
 
 
 def test_every_panel_of_the_dashboard_has_its_values(alone: Ran) -> None:

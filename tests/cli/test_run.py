@@ -28,6 +28,8 @@ TOO_LONG = 120.0
 class Command:
     """The command in a forked process, which has torch already, in a session of its own."""
 
+    limit = TOO_LONG
+
     def __init__(self, folder: Path, *argv: str) -> None:
         self.out, self.err = folder / "out", folder / "err"
         self.pid = os.fork()
@@ -39,7 +41,7 @@ class Command:
                 for number, file in ((1, self.out), (2, self.err)):
                     os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                begin_fork(TOO_LONG - 5.0)
+                begin_fork(self.limit - 5.0)
                 main_module.main(["run", *argv])
             except SystemExit as end:
                 sys.stdout.flush()
@@ -49,7 +51,7 @@ class Command:
 
     def wait(self) -> int:
         """The exit code."""
-        deadline = time.monotonic() + TOO_LONG
+        deadline = time.monotonic() + self.limit
         while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.02)
