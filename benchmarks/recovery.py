@@ -1,13 +1,19 @@
-"""From ``kill -9`` of a worker until every rank has done a new step: ours, and stock torchrun with the same model.
+"""From ``kill -9`` of a worker until every rank has done a new step: ours, stock torchrun, torchft, and Lightning.
 
-    python benchmarks/recovery.py                # 5 rounds of 2 kills each, 4 ranks
-    python benchmarks/recovery.py --kills 1 --rounds 2
-    python benchmarks/recovery.py --nodes    # 3 nodes: leave, join, death of a member and of the leader
+    python benchmarks/recovery.py                      # 2 rounds of 5 kills each, 4 ranks
+    python benchmarks/recovery.py --only elastictrain
+    python benchmarks/recovery.py --nodes              # 3 nodes: 10 leaves, 10 + 10 deaths of members and leaders, 30 joins
 
-A round is a run of each, one after the other, so that both see the machine in the same mood; a worker is killed when the
-run has been quiet for a while, so that the spare is warm and the last checkpoint is written. Ours takes a snapshot of every
-step, which the other's checkpoint of every tenth does not match; torchrun gets the variable without which its restarts fail
-on gloo (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). Nodes are agents of one run directory, with one worker each; a death is a
+A round is a run of each, one after the other, so that all see the machine in the same mood.
+
+* elastictrain: FSDP2, a snapshot of every step; a worker is killed when a spare is warm.
+* torchrun: FSDP2, a checkpoint of every tenth step. It gets the variable without which its restarts fail on gloo
+  (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+* torchft, where it is installed: replicated; a replica that is killed is started again at once, and gets its weights from
+  the others. The time until those have done a step without it is in a line of its own.
+* Lightning: DDP, a checkpoint of every step. All processes are killed, and the command is given again at once.
+
+Nodes are agents of one run directory, with one worker each and no spares, which do nothing for another node; a death is a
 ``kill -9`` of an agent with its worker and its keeper, timed from the kill; a leave (SIGTERM) and a join are timed from the
 last step before to the first step after, of all ranks. Phases are those of ``elastictrain status --json``, in seconds.
 """
@@ -15,7 +21,7 @@ last step before to the first step after, of all ranks. Phases are those of ``el
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -28,72 +34,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastictrain.channel import key_of
-from elastictrain.checkpoint.token import read_token
-from elastictrain.elastic.runlog import RunLog
-from elastictrain.rundir import RunDir
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
 
-MODEL = Path(__file__).with_name("recovery_model.py")
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-LIMIT = 120.0
+from benchmarks.recovery_runs import ROOT, Nodes, Run  # noqa: E402
 
-from tests.processes import children_of, listens  # noqa: E402
-
-
-class Run:
-    """One run, in a folder of its own."""
-
-    def __init__(self, command: list[str], folder: Path, num_ranks: int) -> None:
-        self.folder, self.num_ranks = folder, num_ranks
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": path}
-        with open(folder / "output", "w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-
-    def steps(self) -> list[tuple[float, int, int, int]]:
-        """``(time, pid, rank, generation)`` of all steps of all ranks, in order."""
-        found = []
-        for file in self.folder.glob("steps-*"):
-            for line in file.read_text().splitlines():
-                moment, pid, rank, generation, _ = line.split()
-                found.append((float(moment), int(pid), int(rank), int(generation)))
-        return sorted(found)
-
-    def wait_for_all(self, *, after: int) -> float:
-        """When the last rank had finished its first step in a generation later than that."""
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline and self.process.poll() is None:
-            first: dict[int, float] = {}
-            for moment, _, rank, generation in self.steps():
-                if generation > after:
-                    first.setdefault(rank, moment)
-            if len(first) == self.num_ranks:
-                return max(first.values())
-            time.sleep(0.05)
-        raise RuntimeError(f"it does not train: {(self.folder / 'output').read_text()[-3000:]}")
-
-    def kill_one(self, rank: int) -> float:
-        """Seconds until all ranks have done a new step."""
-        generation = self.steps()[-1][3]
-        pid = next(pid for _, pid, at, now in self.steps() if (at, now) == (rank, generation))
-        os.kill(pid, signal.SIGKILL)
-        killed = time.time()
-        return self.wait_for_all(after=generation) - killed
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+Seconds = dict[str, list[float]]
+Phases = dict[str, dict[str, list[float]]]  # of each event, by phase
 
 
 def ours(folder: Path, num_ranks: int) -> list[str]:
-    options = ["--nproc-per-node", str(num_ranks), "--mesh", f"dp_shard={num_ranks}", "--run-dir", str(folder / "run")]
-    options += ["--max-steps", "1000000", "--snapshot-every", "1", "--micro-batch-size", "3", "--max-restarts", "100"]
-    callback = f"benchmarks.recovery_model:Steps:folder={folder}"
-    return [sys.executable, "-m", "elastictrain", "run", f"{MODEL}:Toy", *options, "--callback", callback]
+    options = ["--nproc-per-node", str(num_ranks), "--mesh", "dp_shard=-1", "--run-dir", str(folder / "run")]
+    options += ["--max-steps", "1000000", "--snapshot-every", "1", "--micro-batch-size", "3", "--max-restarts", "1000"]
+    options += ["--callback", f"benchmarks.recovery_task:Steps:folder={folder}"]
+    return [sys.executable, "-m", "elastictrain", "run", f"{HERE / 'recovery_task.py'}:Toy", *options]
 
 
 def stock(folder: Path, num_ranks: int) -> list[str]:
@@ -103,166 +57,183 @@ def stock(folder: Path, num_ranks: int) -> list[str]:
         "--nproc-per-node",
         str(num_ranks),
         "--max-restarts",
-        "100",
+        "1000",
         "--monitor-interval",
         "0.1",
     ]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, str(MODEL), str(folder)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(HERE / "recovery_model.py"), str(folder)]
 
 
-def phases(folder: Path) -> list[dict[str, float]]:
-    argv = [sys.executable, "-m", "elastictrain", "status", str(folder / "run"), "--json"]
-    done = subprocess.run(argv, capture_output=True, check=True, cwd=ROOT)
-    found: list[dict[str, float]] = [one["seconds"] for one in json.loads(done.stdout)["recoveries"]]
-    return found
+def torchft(folder: Path, num_ranks: int) -> list[str]:
+    return [sys.executable, str(HERE / "recovery_torchft.py"), str(folder), str(num_ranks)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--quiet", type=float, default=25.0, help="seconds before each kill")
-    parser.add_argument("--nodes", action="store_true", help="of several nodes, instead")
-    options = parser.parse_args()
-    if options.nodes:
-        table("change of nodes, 3 ↔ 2", nodes(options.rounds, options.quiet))
-        return
-    seconds: dict[str, list[float]] = {"elastictrain": [], "torchrun": []}
-    of_phases: dict[str, list[float]] = {}
-    for _ in range(options.rounds):
-        for name, command in (("elastictrain", ours), ("torchrun", stock)):
+def lightning(folder: Path, num_ranks: int, start: int) -> list[str]:
+    return [sys.executable, str(HERE / "recovery_lightning.py"), str(folder), str(num_ranks), str(start)]
+
+
+# ---- a worker dies ---------------------------------------------------------------------------------------------------
+
+
+def of_elastictrain(run: Run, kill: int) -> dict[str, float]:
+    run.wait_for_spare()
+    return {"elastictrain": run.kill_one(1 + kill % (run.num_ranks - 1))}
+
+
+def of_torchrun(run: Run, kill: int) -> dict[str, float]:
+    return {"torchrun": run.kill_one(1 + kill % (run.num_ranks - 1))}
+
+
+def of_torchft(run: Run, kill: int) -> dict[str, float]:
+    """Each of its replicas counts its own starts."""
+    steps, (turn, rank) = run.steps, divmod(kill, run.num_ranks - 1)
+    rank += 1
+    steps.look()
+    os.kill(steps.pids[turn, rank], signal.SIGKILL)
+    killed = steps.mark()
+    run.wait(lambda: (turn + 1, rank) in steps.first, "the new replica does not train")
+    left = max(steps.next[one] for one in range(run.num_ranks) if one != rank)
+    return {"torchft": steps.first[turn + 1, rank] - killed, "torchft, those that are left": left - killed}
+
+
+def of_lightning(run: Run, kill: int) -> dict[str, float]:
+    """From the death of all its processes; they are children of one that has a session of its own."""
+    os.killpg(run.process.pid, signal.SIGKILL)
+    killed = time.time()
+    run.process.wait()
+    run.process = run.launch(lightning(run.folder, run.num_ranks, kill + 1))
+    return {"lightning": run.began(run.wait_for_all(after=kill)) - killed}
+
+
+LOSES: dict[str, Callable[[Run, int], dict[str, float]]] = {
+    "elastictrain": of_elastictrain,
+    "torchrun": of_torchrun,
+    "torchft": of_torchft,
+    "lightning": of_lightning,
+}
+
+
+def begin(name: str, folder: Path, num_ranks: int) -> Run:
+    if name == "elastictrain":
+        return Run([*ours(folder, num_ranks), "--spares", "1"], folder, num_ranks)
+    if name == "torchrun":
+        return Run(stock(folder, num_ranks), folder, num_ranks, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    if name == "torchft":
+        return Run(torchft(folder, num_ranks), folder, num_ranks)
+    return Run(lightning(folder, num_ranks, 0), folder, num_ranks)
+
+
+def workers(names: list[str], *, rounds: int, kills: int, num_ranks: int, quiet: float) -> tuple[Seconds, Phases]:
+    seconds: Seconds = {}
+    phases: Phases = {}
+    for _ in range(rounds):
+        for name in names:
             folder = Path(tempfile.mkdtemp(prefix="recovery-"))
-            run = Run(command(folder, options.ranks), folder, options.ranks)
+            run = begin(name, folder, num_ranks)
             try:
                 run.wait_for_all(after=-1)
-                for kill in range(options.kills):
-                    time.sleep(options.quiet)
-                    seconds[name].append(run.kill_one(1 + kill % (options.ranks - 1)))
-                    print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
+                for kill in range(kills):
+                    time.sleep(quiet)
+                    for what, found in LOSES[name](run, kill).items():
+                        seconds.setdefault(what, []).append(found)
+                        print(f"{what}: {found:.2f} s", flush=True)
             finally:
                 run.stop()
-            for one in phases(folder) if name == "elastictrain" else ():
-                for phase, value in one.items():
-                    of_phases.setdefault(phase, []).append(value)
+            if name == "elastictrain":
+                take_phases(folder, ["a worker dies"] * kills, phases)
             shutil.rmtree(folder)
-    show(seconds, of_phases)
+    return seconds, phases
 
 
-class Nodes(Run):
-    """Several agents of one run directory; the first is the process of the run."""
-
-    def __init__(self, folder: Path, num_nodes: int) -> None:
-        self.folder, self.num_ranks = folder, num_nodes
-        self.agents: list[subprocess.Popen[bytes]] = []
-        for _ in range(num_nodes):
-            self.start()
-        self.process = self.agents[0]
-
-    def start(self) -> None:
-        command = [*ours(self.folder, 1), "--nnodes", f"1:{self.num_ranks}", "--local-addr", "127.0.0.1"]
-        command[command.index("dp_shard=1")] = "dp_shard=-1"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(self.folder / "output", "a") as out:
-            self.agents.append(subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True))
-
-    def wait_for_ranks(self, count: int) -> None:
-        """Until so many train together."""
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline:
-            steps = self.steps()
-            if steps and len({rank for _, _, rank, generation in steps if generation == steps[-1][3]}) == count:
-                return
-            time.sleep(0.1)
-        raise RuntimeError(f"{count} nodes do not train: {(self.folder / 'output').read_text()[-3000:]}")
-
-    def change(self, act: Callable[[], None], *, ranks: int, is_death: bool) -> float:
-        """Seconds that it costs; ``ranks``: how many train afterwards."""
-        before = self.steps()[-1][3]
-        began = time.time()
-        act()
-        self.num_ranks, whole = ranks, self.num_ranks
-        try:
-            ended = self.wait_for_all(after=before)
-        finally:
-            self.num_ranks = whole
-        generation = next(g for moment, _, _, g in self.steps() if moment >= ended)
-        last = max(moment for moment, _, _, g in self.steps() if g < generation)
-        return ended - (began if is_death else last)
-
-    def lose(self, agent: subprocess.Popen[bytes]) -> None:
-        ours = children_of(agent.pid)
-        agent.kill()
-        for pid in ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.forget(agent)
-        agent.wait()
-
-    def leave(self, agent: subprocess.Popen[bytes]) -> None:
-        agent.send_signal(signal.SIGTERM)
-        self.forget(agent)
-
-    def forget(self, agent: subprocess.Popen[bytes]) -> None:
-        self.agents.remove(agent)
-        self.process = self.agents[0]
-
-    def leader(self) -> subprocess.Popen[bytes]:
-        run_dir = RunDir(str(self.folder / "run"))
-        leader = RunLog(run_dir, key_of(read_token(run_dir))).newest().leader
-        assert leader is not None
-        return next(one for one in self.agents if listens(one.pid, leader.port))
-
-    def member(self) -> subprocess.Popen[bytes]:
-        leader = self.leader()
-        return next(one for one in self.agents if one is not leader)
-
-    def stop(self) -> None:
-        for agent in self.agents:
-            agent.send_signal(signal.SIGTERM)
-        for agent in self.agents:
-            agent.wait(LIMIT)
+# ---- nodes come and go -----------------------------------------------------------------------------------------------
 
 
-def nodes(rounds: int, quiet: float) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {
-        name: [] for name in ("leave", "join", "death of a member", "death of the leader")
-    }
+def nodes(rounds: int, quiet: float) -> tuple[Seconds, Phases]:
+    names = ("a node leaves", "a node joins", "a member dies", "the leader dies")
+    seconds: Seconds = {name: [] for name in names}
+    phases: Phases = {}
+    happened: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
-    run = Nodes(folder, 3)
+    command = [*ours(folder, 1), "--nnodes", "1:3", "--local-addr", "127.0.0.1", "--spares", "0"]
+    command += ["--rdzv-conf", "return_delay=0"]  # all nodes are one host, which is lost again and again
+    run = Nodes(command, folder, 3)
 
     def measure(name: str, act: Callable[[], None], *, ranks: int, is_death: bool = False) -> None:
-        run.wait_for_ranks(3 if name != "join" else 2)
         time.sleep(quiet)
         seconds[name].append(run.change(act, ranks=ranks, is_death=is_death))
+        happened.append(name)
         print(f"{name}: {seconds[name][-1]:.2f} s", flush=True)
 
+    def refill() -> None:
+        measure("a node joins", run.join, ranks=3)
+
     try:
-        for _ in range(rounds):
-            measure("leave", lambda: run.leave(run.member()), ranks=2)
-            measure("join", run.start, ranks=3)
-            measure("death of a member", lambda: run.lose(run.member()), ranks=2, is_death=True)
-            measure("join", run.start, ranks=3)
-            measure("death of the leader", lambda: run.lose(run.leader()), ranks=2, is_death=True)
-            measure("join", run.start, ranks=3)
+        run.wait_for_all(after=-1)
+        for number in range(rounds):
+            measure("a node leaves", lambda number=number: run.leave(run.member(number)), ranks=2)  # type: ignore[misc]
+            refill()
+            measure("a member dies", lambda number=number: run.lose(run.member(number)), ranks=2, is_death=True)  # type: ignore[misc]
+            refill()
+            measure("the leader dies", lambda: run.lose(run.leader()), ranks=2, is_death=True)
+            refill()
     finally:
         run.stop()
+    take_phases(folder, happened, phases)
     shutil.rmtree(folder)
-    return seconds
+    return seconds, phases
 
 
-def table(what: str, seconds: dict[str, list[float]]) -> None:
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def take_phases(folder: Path, happened: list[str], phases: Phases) -> None:
+    """As the run's ledger has them, of each event; none where it does not have one for each."""
+    argv = [sys.executable, "-m", "elastictrain", "status", str(folder / "run"), "--json"]
+    done = subprocess.run(argv, capture_output=True, check=True, cwd=ROOT)
+    found = json.loads(done.stdout)["recoveries"]
+    if len(found) != len(happened):
+        print(f"{len(happened)} events, and the ledger has {len(found)}: their phases are left out")
+        return
+    for name, one in zip(happened, found, strict=True):
+        for phase, value in one["seconds"].items():
+            phases.setdefault(name, {}).setdefault(phase, []).append(value)
+
+
+def show(what: str, seconds: Seconds, phases: Phases) -> None:
     print(f"\n| {what} | median | least | most | n |\n|---|---:|---:|---:|---:|")
     for name, found in seconds.items():
         print(f"| {name} | {statistics.median(found):.2f} s | {min(found):.2f} | {max(found):.2f} | {len(found)} |")
+    if phases:
+        columns = list(dict.fromkeys(phase for one in phases.values() for phase in one))
+        print(f"\n| phases, medians in seconds | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
+    for name, one in phases.items():
+        print(f"| {name} | {' | '.join(f'{statistics.median(one[phase]):.3f}' for phase in columns)} |")
 
 
-def show(seconds: dict[str, list[float]], of_phases: dict[str, list[float]]) -> None:
-    table("kill -9 of a worker → first new step of all ranks", seconds)
-    ratio = statistics.median(seconds["torchrun"]) / statistics.median(seconds["elastictrain"])
-    print(f"\ntorchrun / elastictrain: {ratio:.1f}")
-    print("phases, medians: " + ", ".join(f"{name} {statistics.median(v):.3f}" for name, v in of_phases.items()))
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is stopped on every way out
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, help="2, or 10 with --nodes")
+    parser.add_argument("--kills", type=int, default=5, help="in each round")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--quiet", type=float, default=1.5, help="seconds before each event")
+    parser.add_argument("--only", nargs="+", choices=LOSES, default=list(LOSES))
+    parser.add_argument("--nodes", action="store_true", help="of several nodes, instead")
+    options = parser.parse_args()
+    if options.nodes:
+        show("change of nodes, 3 ↔ 2", *nodes(options.rounds or 10, options.quiet))
+        return
+    how = {"rounds": options.rounds or 2, "kills": options.kills, "num_ranks": options.ranks, "quiet": options.quiet}
+    names = options.only
+    if "torchft" in names and importlib.util.find_spec("torchft") is None:
+        print("torchft is left out: it is not installed (pip install torchft-nightly)")
+        names.remove("torchft")
+    seconds, phases = workers(names, **how)
+    show("kill -9 of a worker → first new step of all ranks", seconds, phases)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    for name in medians.keys() - {"elastictrain"} if "elastictrain" in medians else ():
+        print(f"{name} / elastictrain: {medians[name] / medians['elastictrain']:.1f}")
 
 
 if __name__ == "__main__":

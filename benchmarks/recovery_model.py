@@ -1,8 +1,9 @@
-"""The model of ``recovery.py``, about half a million parameters, as a task of ours, and as a script for stock torchrun.
+"""The model of ``recovery.py``, about half a million parameters, and a script that trains it under stock torchrun.
 
 ``torchrun … benchmarks/recovery_model.py FOLDER`` trains it with FSDP2 and AdamW, saves with torch's own distributed
-checkpoints every tenth step, and goes on from the last one after a restart. Both write a line for every step that a rank has
-finished: the time, the pid, the rank, and how often it was started.
+checkpoints every tenth step, and goes on from the last one after a restart. It imports torch and nothing else. Everybody
+who trains this model writes a line for every step that a rank has finished: the time, the pid, the rank, and how often it
+was started.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import TensorDataset
-
-from elastictrain import Callback, Task
 
 WIDTH, BATCH, SAVE_EVERY = 256, 12, 10
 
@@ -39,47 +37,16 @@ def make_data() -> tuple[Tensor, Tensor]:
     return torch.randn(50 * BATCH, WIDTH, generator=chance), torch.randint(7, (50 * BATCH,), generator=chance)
 
 
-class Toy(Task):
-    batch_size = BATCH
-
-    def configure_model(self) -> None:
-        self.net = make_model()
-
-    def train_dataset(self) -> Any:
-        return TensorDataset(*make_data())
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.net(inputs)
-        return out
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def write_step(out: TextIO, step: int) -> None:
-    started = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    out.write(f"{time.time():.4f} {os.getpid()} {os.environ['RANK']} {started} {step}\n")
+def write_step(out: TextIO, step: int, *, rank: int, start: int) -> None:
+    out.write(f"{time.time():.4f} {os.getpid()} {rank} {start} {step}\n")
     out.flush()
-
-
-class Steps(Callback):
-    """Writes down when each step has ended."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_step_end(self, info: Any) -> None:
-        with open(Path(self.folder) / f"steps-{os.getpid()}", "a") as out:
-            write_step(out, info.step)
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = make_model()
@@ -104,7 +71,7 @@ def main(folder: Path) -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            write_step(out, step)
+            write_step(out, step, rank=rank, start=start)
             if step % SAVE_EVERY == 0:
                 weights, moments = get_state_dict(model, optimizer)
                 where = folder / f"checkpoint-{step}"

@@ -32,10 +32,14 @@ GROUP = "elastictrain.callbacks"
 
 def known_callbacks() -> dict[str, str]:
     """``{name: "module:Class"}`` of the callbacks that come with elastictrain and of installed entry points."""
-    known = {kebab(module.rpartition(".")[2]): f"{module}:{name}" for name, module in HOME.items()}
+    known = _own_callbacks()
     for entry in importlib.metadata.entry_points(group=GROUP):
         known.setdefault(entry.name, entry.value)
     return known
+
+
+def _own_callbacks() -> dict[str, str]:
+    return {kebab(module.rpartition(".")[2]): f"{module}:{name}" for name, module in HOME.items()}
 
 
 def parse_callback(text: str) -> Spec:
@@ -45,7 +49,11 @@ def parse_callback(text: str) -> Spec:
         UsageError: the name is unknown (lists those known, and the closest), or the arguments are not ``k=v,...``.
     """
     aliases = {kebab(cls): f"{module}:{cls}" for cls, module in HOME.items()}
-    return parse("--callback", text, known_callbacks(), what="callback", aliases=aliases)
+    own = _own_callbacks()
+    known = (
+        own if text.partition(":")[0] in own else known_callbacks()
+    )  # looking through all that is installed takes a while
+    return parse("--callback", text, known, what="callback", aliases=aliases)
 
 
 def resolve_callback(text: str) -> Callback | LightningCallback:

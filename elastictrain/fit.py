@@ -348,7 +348,8 @@ class FitLoop:
             with self.reporter.pausing("checkpoint"):
                 if self._session.recorder is not None:
                     self._session.recorder.flush(wait=FLUSH_SECONDS)  # or the next start would write the same once more
-                manager.is_safe(seconds=HAND_OVER_SECONDS)  # one under way would keep this one from being copied
+                # One under way would keep this one from being copied; ranks tell how theirs are as this one is taken.
+                manager.snapshots.settle(seconds=HAND_OVER_SECONDS)
             self._keep(manager, saves=False, snapshots=True)
             with self.reporter.pausing("checkpoint"):
                 if self._snapshot_step == step and manager.is_safe(seconds=HAND_OVER_SECONDS):

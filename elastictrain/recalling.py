@@ -11,7 +11,6 @@ ranks: another start may be luckier, and going on without them would throw steps
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from elastictrain import runfile
 from elastictrain.channel import key_of
 from elastictrain.checkpoint import CheckpointManager
 from elastictrain.checkpoint.held import About
+from elastictrain.checkpoint.keeper_process import name_of
 from elastictrain.checkpoint.memory import Memory, Snapshot
 from elastictrain.checkpoint.ranks import Ranks, RoundFailed
 from elastictrain.checkpoint.snapshots import Identity
@@ -40,7 +40,7 @@ class Recalling:
         self._memory = Memory(
             Ranks(s.ranks.rank, s.ranks.world_size),
             first=membership.local_rank == 0,
-            ask=lambda key: membership.ask_for_keeper(key, self._name(key)),
+            ask=lambda key: membership.ask_for_keeper(key, name_of(key, str(self._run_dir.path))),
             find=lambda seconds: membership.find_keeper(seconds=seconds),
             is_over=lambda: membership.is_over,
         )
@@ -96,10 +96,6 @@ class Recalling:
     def _run_dir(self) -> Any:
         assert self._session.run_dir is not None
         return self._session.run_dir
-
-    def _name(self, key: bytes) -> str:
-        """Of this run on this machine, without telling anything of either."""
-        return hashlib.sha256(key + str(self._run_dir.path).encode()).hexdigest()[:24]
 
     def _meet(self, recorded: dict[str, Any] | None) -> list[Snapshot]:
         self._has_met = True

@@ -18,6 +18,8 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import elastictrain.metrics.tensorboard  # what rank 0 imports as it begins: whoever waits may become it
+import elastictrain.metrics.views
 import elastictrain.trainer  # noqa: F401 - all that training imports
 from elastictrain.parallel.mesh import abandon
 

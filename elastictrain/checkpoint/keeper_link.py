@@ -102,6 +102,11 @@ class KeeperLink:
                 self._lost(error)
         return said
 
+    def wait(self, seconds: float) -> None:
+        """Until it says something, or so long."""
+        if self._channel is not None:
+            speaks(self._channel, seconds=seconds)
+
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()

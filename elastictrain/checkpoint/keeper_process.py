@@ -9,6 +9,7 @@ On failure: an ``OSError`` from :meth:`KeeperProcess.ensure`, where no keeper ca
 from __future__ import annotations
 
 import errno
+import hashlib
 import secrets
 import select
 import socket
@@ -38,6 +39,16 @@ class KeeperProcess:
         self._claim = secrets.token_hex(16)  # so that no other agent takes what this one starts before it can
 
     @property
+    def address(self) -> dict[str, Any]:
+        """Where it is: ``socket`` on this machine, ``host`` and ``port`` for other nodes (or None)."""
+        return self._address
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this process has started it: it holds nothing but what it was given since."""
+        return self._process is not None
+
+    @property
     def is_alive(self) -> bool:
         """Whether there is one; costs a look at a socket."""
         if self._channel is not None and speaks(self._channel):  # it does so when asked, or when it ends
@@ -52,7 +63,7 @@ class KeeperProcess:
             host: this machine's address for other nodes; None: there are none.
 
         Returns:
-            Where it is: ``socket`` on this machine, ``host`` and ``port`` for other nodes (or None).
+            :attr:`address`.
 
         Raises:
             OSError: it cannot be started.
@@ -136,11 +147,16 @@ class KeeperProcess:
         return True
 
 
-def speaks(channel: Channel) -> bool:
-    """Whether something has come that nobody has read yet."""
+def name_of(key: bytes, path: str) -> str:
+    """The name of a run's keepers, by its run directory, without telling anything of either."""
+    return hashlib.sha256(key + path.encode()).hexdigest()[:24]
+
+
+def speaks(channel: Channel, *, seconds: float = 0.0) -> bool:
+    """Whether something has come that nobody has read yet; waits so long for it."""
     look = select.poll()  # unlike select, at any descriptor
     look.register(channel, select.POLLIN)
-    return bool(look.poll(0))
+    return bool(look.poll(1000 * seconds))
 
 
 def connect_local(where: str, key: bytes, *, seconds: float) -> Channel:

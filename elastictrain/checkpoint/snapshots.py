@@ -29,6 +29,8 @@ from elastictrain.checkpoint.staging import Content, Staged
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.02  # between two looks whether the generation is over, where the keeper says nothing
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -246,7 +248,7 @@ class Snapshots:
             is_late = not self._link.is_open or time.monotonic() > deadline or self._is_over()
             if is_late or not any(one.is_under_way for one in self._kept):
                 return bool(self._kept) and self._kept[-1].is_safe
-            time.sleep(0.001)
+            self._link.wait(LOOK_SECONDS)
 
     def holds(self, arena: Arena) -> bool:
         return any(one.arena is arena for one in self._kept)

@@ -10,13 +10,16 @@ import sys
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastictrain.channel import key_of
+from elastictrain.checkpoint.keeper_process import name_of
+from elastictrain.checkpoint.token import has_token, read_token
 from elastictrain.cli.checks import Job, check_world, newest_checkpoint
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
 from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.membership import StopReason
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
-from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE
+from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from elastictrain.metrics.prometheus import Endpoint, exposition, families
 from elastictrain.metrics.published import Published
 from elastictrain.rundir import RunDir, without_user
@@ -50,6 +53,7 @@ def launch(job: Job) -> int:
             "trainer": dict(job.trainer),
             "script_args": list(job.script_args),
         },
+        keeper=_keeper(job),
         started=job.started,
     )
     if job.metrics is None:
@@ -67,6 +71,19 @@ def _num_spares(job: Job) -> int:
     if job.num_spares is not None:
         return job.num_spares
     return int(job.max_nodes > 1 or (job.num_workers or 1) > 1)  # alone, a worker that dies has nobody who waits for it
+
+
+def _keeper(job: Job) -> tuple[bytes, str] | None:
+    """What this node's workers will ask for; None: that is known only once they ask."""
+    is_known = job.target.cls is not None and job.trainer.get("snapshot_every") is not None
+    if job.endpoint is None or not is_known:
+        return None
+    run_dir = RunDir(job.run_dir)
+    try:
+        key = key_of(read_token(run_dir)) if has_token(run_dir) else None
+    except (OSError, UsageError):  # the workers say so
+        key = None
+    return None if key is None else (key, name_of(key, str(run_dir.path)))
 
 
 def _rendezvous(job: Job) -> GenerationHandler:

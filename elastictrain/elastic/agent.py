@@ -140,6 +140,8 @@ class Agent(PlacedAgent):
         try:
             is_local = isinstance(self._handler, LocalRendezvous)
             self._crew.prepare(0 if is_local else self._config.local_world_size, folder=self._private.path)
+            if self._config.keeper is not None:
+                self._keepers.prepare(*self._config.keeper)
             self.run()
             raise AssertionError("torch's loop ends by _End alone")
         except _End as end:
@@ -202,6 +204,7 @@ class Agent(PlacedAgent):
         ).write(assignment)
         if self._published is not None:
             self._published.begin(folder, generation=generation, workers=count)
+        self._keepers.begin(folder)
         self._failure = ""
         self._history["nodes"] = worker_group.group_world_size
         self._lingering = Lingering(self._reports, self._config.exit_within)
@@ -225,6 +228,8 @@ class Agent(PlacedAgent):
         if handler.is_superseded:
             return self._go_on()
         self._heed_signals(self._agreement, cells)
+        if self._agreement.reason is StopReason.CHANGE and reached >= (self._agreement.step or 0):
+            self._crew.watch(cells, give_up=lambda: handler.is_superseded or self._notices.wants_end)
         self._keepers.tick(cells, os.path.dirname(self._reports))
         self._crew.tend(cells)
         ends = [

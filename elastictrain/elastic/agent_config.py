@@ -31,6 +31,7 @@ class AgentConfig:
         stall_seconds: without progress of any worker after which it is taken for a hang; 0: none is.
         num_spares: processes that have imported everything and wait for a worker's place.
         target, settings, node, job: handed to the workers, see :class:`~elastictrain.elastic.membership.Assignment`.
+        keeper: the run's key and the name of the keeper that workers will ask for, where the agent can know them.
         started: when the command began, seconds since the epoch; None: when the agent is made.
     """
 
@@ -48,6 +49,7 @@ class AgentConfig:
     settings: dict[str, Any] = field(default_factory=dict)
     node: str | None = None
     job: dict[str, Any] = field(default_factory=dict)
+    keeper: tuple[bytes, str] | None = None
     started: float | None = None
 
     def all_but(self, num_living: int) -> str:

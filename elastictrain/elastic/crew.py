@@ -14,13 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastictrain.elastic.cells import ABORT, LIVES, PHASE, Cells, Phase
+from elastictrain.elastic.cells import ABORT, LIVES, LOST, PHASE, READY, Cells, Phase
 from elastictrain.elastic.line import Place
 from elastictrain.elastic.processes import WorkerProcess, stop_all
 
 SPARE_AFTER = 5.0  # seconds of training before spares start: a start takes a core for as long, and short runs need none
 SPARE_DEATHS = 3  # of spares before their first place, after which there are none
 LET_GO_SECONDS = 10.0  # that a worker may take to notice that its generation is over, and to let go of it
+WATCH_SECONDS = 0.5
 TICK = 0.002
 
 
@@ -89,6 +90,20 @@ class Crew:
         is_time = self._trains_since is not None and now - self._trains_since > SPARE_AFTER
         if is_time and len(self._spares) < self._num_spares:
             self._add_spare()
+
+    def watch(self, cells: Cells, *, give_up: Callable[[], bool]) -> None:
+        """All stop at the step that workers have come to: until it is seen that they are done, nobody trains.
+
+        Returns when one is, or has ended, or does not wait for that any more; or after a while.
+        """
+        until = time.monotonic() + WATCH_SECONDS
+        while (
+            time.monotonic() < until
+            and not any(view[READY] or view[LOST] for view in cells.views)
+            and all(worker.poll() is None for worker in self.workers)
+            and not give_up()
+        ):
+            time.sleep(TICK)
 
     def over(self, generation: int, cells: Cells) -> None:
         """Tell those that can go on, at once."""

@@ -17,9 +17,9 @@ On failure: torch's ``RendezvousTimeoutError``, ``RendezvousClosedError`` and ``
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -44,7 +44,7 @@ from elastictrain.elastic.chain import Generation, Member, Size
 from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
 from elastictrain.elastic.links import listen
 from elastictrain.elastic.node import RunNode
-from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, free_port
+from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, Meeting, free_port
 from elastictrain.elastic.runlog import FixedLog, Log, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
 from elastictrain.elastic.waiting import size_in_words, why_it_waits
@@ -96,6 +96,7 @@ class RunRendezvous(GenerationHandler):
         self._reasons: list[str] = []  # of all generations since the current one
         self._told = ""
         self._current = Generation()
+        self._meeting: Meeting | None = None  # begun before it is asked for
         host = local_addr or own_address()
         leads, server = (False, None) if fixed is None else listen_if_mine(*fixed, host)
         if leads:
@@ -252,6 +253,8 @@ class RunRendezvous(GenerationHandler):
         self._reasons.append(generation.reason)
         if self._has_steps and generation.boundary >= 0 and generation.number == self._current.number + 1:
             self._agreed = generation
+            if self.is_in(generation) and not generation.is_paused:  # so that nobody waits for it while nobody trains
+                self._meeting = Meeting(generation, lambda: self._ask_first(generation, math.inf))
 
     def _resized(self, size: Size) -> None:
         """The same: by `elastictrain scale`, or since other nodes were there before this one."""
@@ -345,12 +348,12 @@ class RunRendezvous(GenerationHandler):
         A first member that is dead is tried for half a minute, and one that is stopped may be waited for without end, so
         that is for another thread, which is left alone once there is a newer generation.
         """
-        met: list[RendezvousInfo | None] = []
-        meeting = threading.Thread(target=lambda: met.append(self._ask_first(generation, deadline)), daemon=True)
-        meeting.start()
-        while meeting.is_alive() and not self._is_past(generation, deadline):
-            meeting.join(0.01)
-        return met[0] if met else None
+        begun, self._meeting = self._meeting, None
+        if begun is None or begun.generation is not generation or begun.has_failed:
+            begun = Meeting(generation, lambda: self._ask_first(generation, deadline))
+        while begun.is_alive() and not self._is_past(generation, deadline):
+            begun.join(0.01)
+        return begun.info
 
     def _is_past(self, generation: Generation, deadline: float) -> bool:
         return self._node.generation.number > generation.number or time.monotonic() > deadline
@@ -363,7 +366,9 @@ class RunRendezvous(GenerationHandler):
             client = TCPStore(first.host, first.store, is_master=False, timeout=STORE_TIMEOUT)
             store: Store = PrefixStore(f"{generation.epoch}/{generation.number}", client)
             if rank == 0:
-                store.set(MASTER, f"{self._host} {free_port()}")
+                store.compare_set(
+                    MASTER, "", f"{self._host} {free_port()}"
+                )  # where it is asked twice, the first one counts
             while not store.check([MASTER]):
                 if self._is_past(generation, deadline):
                     return None

@@ -2,7 +2,9 @@
 
 A worker writes what it wants (the run's key and a name) beside its assignment and sets a word of its cell; the agent's loop
 sees the word, and a thread starts a keeper or takes over the one that a killed agent has left, and writes where it is.
-Should the keeper die, another one is started. Where the run is over, or this node has left and handed its state over, so is
+Should the keeper die, another one is started. Where the agent knows beforehand what its workers will ask for, the keeper is
+there before they do (:meth:`Keepers.prepare`): a start takes a tenth of a second, for which all nodes would wait as this one
+joins. Where the run is over, or this node has left and handed its state over, so is
 the keeper. On every other way out the agent leaves it and says so: what it holds may be newer than storage, or what is left
 of another node, and whoever starts the run again takes it over.
 
@@ -43,11 +45,30 @@ class Keepers:
         self._trying: threading.Thread | None = None
         self._next = 0.0
         self._is_told = False
+        self._is_unasked = False  # it was prepared, and no worker has asked for it
+
+    def prepare(self, key: bytes, name: str) -> None:
+        """Have one before a worker asks for it, in the same words; one that cannot be had is looked for once more then."""
+
+        def ensure() -> None:
+            with contextlib.suppress(OSError):
+                self._process.ensure(key, name, host=self._host)
+
+        self._is_unasked = True
+        self._trying = threading.Thread(target=ensure, name="keepers", daemon=True)
+        self._trying.start()
+
+    def begin(self, folder: str) -> None:
+        """A generation begins, in this folder; where there is a keeper, its workers need not wait for the answer."""
+        if (self._trying is None or not self._trying.is_alive()) and self._process.is_alive:
+            with contextlib.suppress(OSError):
+                write_whole(os.path.join(folder, ANSWER), self._process.address)
 
     def tick(self, cells: Cells, folder: str) -> None:
         """A look from the agent's loop; ``folder`` is this generation's."""
         if not cells.wants_keeper() or (self._trying is not None and self._trying.is_alive()):
             return
+        self._is_unasked = False
         answer = os.path.join(folder, ANSWER)
         if time.monotonic() < self._next or (self._process.is_alive and os.path.exists(answer)):
             return
@@ -73,7 +94,7 @@ class Keepers:
         """The agent ends, and what the keeper holds is needed no more; or it stays for whoever starts the run again."""
         if self._trying is not None:
             self._trying.join(END_SECONDS)
-        if is_over:
+        if is_over or (self._is_unasked and self._process.is_new):
             self._process.end()
         else:
             if self._process.is_alive:

@@ -3,8 +3,8 @@
 * A node whose connection has closed, or that was silent for :attr:`Timing.ttl`, is **lost**: the others go on without it at
   once. Losses within :attr:`Timing.settle` are one change, and so are joins within :attr:`Timing.gather`.
 * A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead,
-  each member promises not to pass it (or says that it is too late, and a later one is proposed, further ahead each time),
-  and only then is the change committed. A loss meanwhile needs no step and wins.
+  by :attr:`Timing.ahead`, each member promises not to pass it (or says that it is too late, and a later one is proposed,
+  further ahead each time), and only then is the change committed. A loss meanwhile needs no step and wins.
 * Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by. Below the minimum nothing is
   formed; where that is planned, because nodes leave, those that stay are paused together, and nobody trains.
 * The **size** (minimum and maximum) is the run's, and handed on with it. Another one is in the log before anything comes of
@@ -15,8 +15,6 @@ after each event and at :attr:`Leader.deadline`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
 from elastictrain.elastic.decisions import (
@@ -33,22 +31,8 @@ from elastictrain.elastic.decisions import (
     natural,
 )
 from elastictrain.elastic.flapping import Flapping
+from elastictrain.elastic.nodes import LONGEST_WRITE, Node, boundary_for
 from elastictrain.elastic.timing import Timing
-
-
-@dataclass
-class Node:
-    """A node as the leader sees it."""
-
-    member: Member
-    link: int
-    last: float
-    is_ready: bool
-    step: int
-    is_leaving: bool = False
-    promised: int = -1
-    was_told: bool = False  # that it may go
-    waits: bool = False  # it is kept out, and knows
 
 
 class Leader:
@@ -77,6 +61,7 @@ class Leader:
         self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0
         self._ahead = timing.lead
+        self._pending_since = self._write_seconds = 0.0  # how long the last entry took to be written
         self._renew = False
         self.is_stopping = False
         self._closing = ""
@@ -120,7 +105,7 @@ class Leader:
     def hello(self, member: Member, *, link: int, is_ready: bool, step: int, now: float) -> None:
         """A node has connected."""
         before = self.nodes.get(member.node)
-        self.nodes[member.node] = Node(member, link, now, is_ready, step)
+        self.nodes[member.node] = Node(member, link, now, is_ready, step, counted=(now, step))
         if before is not None:
             self.nodes[member.node].is_leaving = before.is_leaving
             self._promised -= self.preparing is not None and before.promised == self.preparing
@@ -131,8 +116,7 @@ class Leader:
     def beat(self, node: str, *, is_ready: bool, step: int, now: float) -> None:
         known = self.nodes.get(node)
         if known is not None:
-            known.last = now
-            known.step = step
+            known.reached(step, now)
             if is_ready != known.is_ready:
                 known.is_ready = is_ready
                 self._joins(now)
@@ -196,6 +180,7 @@ class Leader:
 
     def committed(self, *, now: float) -> None:
         assert self.pending is not None
+        self._write_seconds = min(now - self._pending_since, LONGEST_WRITE)
         self.entry, self.pending = self.pending, None
         self._resize = self._resize and self._own_size != self.entry.size
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
@@ -238,7 +223,7 @@ class Leader:
         is_due = self._is_touched or (self._is_due_again is not None and now >= self._is_due_again)
         has_changed = self._losses_since is not None or self._joins_since is not None
         if is_due and has_changed and self.pending is None and not self.entry.closed:
-            self._is_touched = False
+            self._is_touched, self._pending_since = False, now
             self._decide(now, out)
         return out
 
@@ -338,7 +323,8 @@ class Leader:
         elif is_sudden:
             self._form(wanted, -1, losses, self._why(here, wanted), out)
         elif self.preparing is None:
-            self.preparing = max(self.nodes[name].step for name in here) + self._ahead
+            ahead = self.timing.ahead + self._write_seconds
+            self.preparing = boundary_for([self.nodes[name] for name in here], least=self._ahead, at=now + ahead)
             self._promised = 0
             for name in here:
                 self.nodes[name].promised = -1

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable
 
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -180,6 +182,27 @@ class LocalRendezvous(GenerationHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class Meeting(threading.Thread):
+    """Asks the first member of a generation where its workers meet, and begins at once.
+
+    Attributes:
+        info: the answer; None: there is none.
+    """
+
+    def __init__(self, generation: Generation, ask: Callable[[], RendezvousInfo | None]) -> None:
+        super().__init__(name="meeting", daemon=True)
+        self.generation, self._ask = generation, ask
+        self.info: RendezvousInfo | None = None
+        self.start()
+
+    @property
+    def has_failed(self) -> bool:
+        return not self.is_alive() and self.info is None
+
+    def run(self) -> None:
+        self.info = self._ask()
 
 
 def free_port() -> int:

@@ -22,7 +22,9 @@ class Timing:
         retry: seconds that a leader that does not answer has to answer again.
         stagger: seconds between the claims of two survivors.
         isolation: seconds that a node that reaches nobody, and belongs to nobody, waits before it claims; doubled each time.
-        lead: steps between the newest known one and a proposed boundary.
+        lead: steps between the newest known one and a proposed boundary, at least.
+        ahead: seconds of training between a proposal and its boundary: what is agreed on by then keeps nobody waiting there.
+            What the last entry of the log took to be written comes on top.
         return_delay: seconds that a node whose host was lost twice is kept out; doubled with each loss; 0: none is.
         max_return_delay: that it is kept out at most; who stays in for so long has a loss forgotten.
     """
@@ -40,6 +42,7 @@ class Timing:
     stagger: float = 0.03
     isolation: float = 5.0
     lead: int = 2
+    ahead: float = 0.3
     return_delay: float = 10.0
     max_return_delay: float = 300.0
 

@@ -16,6 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from elastictrain.errors import GenerationOver
 
+SOON = 0.01  # seconds between two looks whether rank 0 is there; those who wait for it train no sooner
+MOST_LOOKS = 10_000  # of all ranks together, a second
+
 
 def meet(rank: int, world_size: int, *, timeout: timedelta, is_over: Callable[[], bool], binds: bool) -> Store:
     """The store of this generation.
@@ -35,7 +38,8 @@ def meet(rank: int, world_size: int, *, timeout: timedelta, is_over: Callable[[]
         return kept
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank > 0:
-        _wait_for_store(host, port, timeout.total_seconds(), is_over)
+        longest = min(max(SOON, world_size / MOST_LOOKS), 0.1)
+        _wait_for_store(host, port, timeout.total_seconds(), is_over, longest=longest)
     listener = _listen(host, port) if rank == 0 and binds else None
     # rank 0 does not wait for the others here, where nothing could let it go
     return TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
@@ -50,9 +54,13 @@ def _listen(host: str, port: int) -> int:
         raise DistNetworkError(f"rank 0 cannot listen at {host} port {port}: {error}") from error
 
 
-def _wait_for_store(host: str, port: int, seconds: float, is_over: Callable[[], bool]) -> None:
-    """Until somebody listens where the store shall be: torch's own client cannot be interrupted while nobody does."""
-    deadline, pause = time.monotonic() + seconds, 0.005
+def _wait_for_store(host: str, port: int, seconds: float, is_over: Callable[[], bool], *, longest: float) -> None:
+    """Until somebody listens where the store shall be: torch's own client cannot be interrupted while nobody does.
+
+    Args:
+        longest: seconds between two looks.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.002
     while time.monotonic() < deadline:
         if is_over():
             raise GenerationOver("the generation is over before its ranks have met")
@@ -61,4 +69,4 @@ def _wait_for_store(host: str, port: int, seconds: float, is_over: Callable[[], 
             return
         except OSError:
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, longest)

@@ -84,6 +84,9 @@ def test_nothing_is_waited_for_once_the_generation_is_over() -> None:
             looks.append(0)
             return []
 
+        def wait(self, seconds: float) -> None:
+            assert seconds < 1.0
+
     looks = list[int]()
     taken = Snapshots(
         Link(),  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from elastictrain.elastic import crew as crews
-from elastictrain.elastic.cells import ABORT, LIVES, PHASE, STEP, Cells, Phase
+from elastictrain.elastic.cells import ABORT, LIVES, PHASE, READY, STEP, Cells, Phase
 from elastictrain.elastic.crew import SPARE_DEATHS, Crew
+from elastictrain.elastic.processes import WorkerProcess
 from elastictrain.elastic.stalls import START, Stalls
 
 
@@ -48,6 +50,24 @@ def test_a_worker_between_two_generations_may_unwind_at_a_signal(tmp_path: Path)
     tended.workers.append(Worker())  # type: ignore[arg-type]
     assert tended.end(0, cells, seconds=0.0, keeps=True) == (1, None)
     assert cells.views[0][ABORT] == 1
+
+
+def test_who_is_watched_is_seen_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, tended = Cells.create(str(tmp_path / "cells"), 1), crew()
+    monkeypatch.setattr(crews, "WATCH_SECONDS", 600.0)
+    worker = WorkerProcess([sys.executable, "-c", "import time; time.sleep(600)"], env=os.environ)
+    tended.workers.append(worker)
+    try:
+        asked = iter([False, False, True])
+        tended.watch(cells, give_up=lambda: next(asked))
+        cells.views[0][READY] = 1
+        tended.watch(cells, give_up=lambda: False)
+        cells.views[0][READY] = 0
+        worker.kill()
+        tended.watch(cells, give_up=lambda: False)
+        assert worker.poll() is not None
+    finally:
+        worker.kill()
 
 
 def test_a_start_may_take_longer_than_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

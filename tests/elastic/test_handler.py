@@ -151,6 +151,27 @@ def test_a_first_member_that_does_not_answer_is_left_alone_once_there_is_a_newer
         handler._node.stop()
 
 
+def test_nodes_meet_before_their_workers_have_stopped(tmp_path: Path) -> None:
+    """Once a generation is agreed on, so that nobody waits for it while nobody trains."""
+    made = [create(parameters(str(tmp_path), nodes=(2, 2)), num_workers=1, has_steps=True) for _ in range(2)]
+    try:
+        assert {info.world_size for info in all_next(made)} == {2}
+        after = replace(made[0]._current, number=made[0]._current.number + 1, boundary=9)
+        for handler in made:
+            handler._formed(after)
+        begun = [handler._meeting for handler in made if handler._meeting is not None]
+        for meeting in begun:
+            meeting.join(60)
+        met = [handler._meet(after, time.monotonic() + 60) for handler in made]
+        assert met == [meeting.info for meeting in begun]
+        again = made[1]._meet(after, time.monotonic() + 60)  # a second question has the same answer
+        assert len({one.bootstrap_store_info.master_port for one in [*met, again] if one is not None}) == 1
+        assert None not in [*met, again]
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
 def test_a_leaving_node_does_not_wait_for_one_that_is_lost(tmp_path: Path) -> None:
     """Its workers would wait for the lost one's, until they are killed."""
     handler = create(parameters(str(tmp_path), nodes=(1, 1)), num_workers=1, has_steps=True)

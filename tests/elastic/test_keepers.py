@@ -33,13 +33,14 @@ class SlowProcess:
 
     def __init__(self) -> None:
         self.may_come = threading.Event()
-        self.is_alive = False
+        self.is_alive = self.is_new = False
+        self.address = dict[str, Any]()
         self.said = list[str]()
 
     def ensure(self, key: bytes, name: str, *, host: str | None) -> dict[str, Any]:
         assert self.may_come.wait(SECONDS)
-        self.is_alive = True
-        return {"socket": name, "host": host, "port": None}
+        self.is_alive, self.address = True, {"socket": name, "host": host, "port": None}
+        return self.address
 
     def end(self) -> None:
         self.said.append("end")
@@ -79,6 +80,23 @@ def test_a_generation_that_is_over_meanwhile_is_no_failure(tmp_path: Path) -> No
     keepers.end(is_over=True)
     assert keepers._trying is not None and not keepers._trying.is_alive()
     assert lines == [] and process.said == ["end"]
+
+
+@pytest.mark.parametrize(("is_new", "said"), [(True, "end"), (False, "leave")])
+def test_a_keeper_that_is_there_before_it_is_asked_for(tmp_path: Path, is_new: bool, said: str) -> None:
+    """Its address is known as a generation begins. Unasked, it ends with its agent, unless it is one that was left."""
+    keepers, process, _ = tended(tmp_path)
+    process.is_new = is_new
+    keepers.prepare(bytes(32), "a name")
+    keepers.begin(str(tmp_path))
+    assert not (tmp_path / ANSWER).exists(), "it waits for nothing"
+    process.may_come.set()
+    assert keepers._trying is not None
+    keepers._trying.join(SECONDS)
+    keepers.begin(str(tmp_path))
+    assert json.loads((tmp_path / ANSWER).read_text())["socket"] == "a name"
+    keepers.end(is_over=False)
+    assert process.said == [said]
 
 
 def _raises(error: BaseException) -> Any:

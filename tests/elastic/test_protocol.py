@@ -11,8 +11,8 @@ import pytest
 
 from elastictrain.elastic import decisions as deciding
 from elastictrain.elastic.actions import Close, Create, Send
-from elastictrain.elastic.chain import Entry
-from elastictrain.elastic.decisions import Decision
+from elastictrain.elastic.chain import Entry, Generation, Member
+from elastictrain.elastic.decisions import Decision, Prepare
 from elastictrain.elastic.election import Election
 from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.leading import Leading
@@ -208,6 +208,24 @@ def test_a_member_that_leaves_is_let_go_at_a_boundary() -> None:
     world.tell(leaving, leaving.peer.on_leave)
     world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
     assert len(members(world)) == 3 and world.log[-1].generation.boundary > 0
+
+
+@pytest.mark.parametrize(("pace", "first", "last"), [(100.0, 30, 31), (1.0, 2, 2), (0.0, 2, 2)])
+def test_a_boundary_is_as_many_steps_ahead_as_fit_into_its_time(pace: float, first: int, last: int) -> None:
+    """Where steps are fast, nobody waits there for what is still to be written; where they are slow, it is near."""
+    timing = Timing(ahead=0.3)
+    leader = Leader(Entry(1, 1, Member("a")), timing, size=timing.size, now=0.0, previous=None)
+    members = [Member("a"), Member("b")]
+    leader.entry = replace(leader.entry, generation=Generation(1, 1, tuple(members), size=timing.size))
+    for link, one in enumerate(members):
+        leader.hello(one, link=link, is_ready=True, step=0, now=0.0)
+    for beat in range(1, 9):
+        now = beat / 4
+        for one in members:
+            leader.beat(one.node, is_ready=True, step=int(now * pace), now=now)
+    leader.leave("b", now=2.0)
+    asked = [one for one in leader.tick(2.0) if isinstance(one, Prepare)]
+    assert [first <= one.boundary - int(2 * pace) <= last for one in asked] == [True], asked
 
 
 def test_the_last_ones_may_all_leave() -> None:

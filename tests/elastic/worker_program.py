@@ -96,7 +96,6 @@ def train(mine: AgentMembership) -> None:
     job: dict[str, Any] = mine.assignment.job
     log = Path(job["log"])
     checkpoint = log / "checkpoint"
-    first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     at, what = job["events"].get(f"{mine.generation}/{mine.rank}", (None, ""))
     if mine.rank == 0:
         (log / f"cause-{mine.generation}").write_text(mine.cause)
@@ -104,6 +103,8 @@ def train(mine: AgentMembership) -> None:
     if at == -1:
         misbehave(what, mine)
     ring = Ring(mine.rank, mine.world_size)
+    # Once all have met, as a trainer: a newcomer has its place while the others still go on to the step where they stop.
+    first = int(checkpoint.read_text()) if checkpoint.exists() else 0
     (log / f"pid-{mine.generation}-{mine.rank}").write_text(str(os.getpid()))
     for step in range(first + 1, job["steps"] + 1):
         time.sleep(job["pace"])
