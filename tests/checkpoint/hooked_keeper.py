@@ -1,8 +1,8 @@
 """A keeper that is interrupted where a test says: ``python -m tests.checkpoint.hooked_keeper POINT HOW FLAG DESCRIPTOR``.
 
 POINT is "hash" (before an image is hashed) or "part" (before each part of a copy is sent), and HOW is ``kill`` (SIGKILL to
-itself) or ``wait`` (until FLAG is gone); either happens while the file FLAG is there. Or POINT is "linger", and an agent
-that was killed is waited for HOW seconds.
+itself) or ``wait`` (until FLAG is gone; the file "at" beside it says so); either happens while the file FLAG is there. Or
+POINT is "linger", and an agent that was killed is waited for HOW seconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from elastictrain.checkpoint import keeper, keeper_main
 from elastictrain.checkpoint.blocks import Blocks
 from elastictrain.checkpoint.copies import Copier
+from tests.checkpoint.interrupted import stand
 
 
 def main() -> None:
@@ -23,10 +23,10 @@ def main() -> None:
     del sys.argv[1:4]
 
     def reached(passed: str) -> None:
-        while passed == point and flag.exists():
+        if passed == point and flag.exists():
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.01)
+            stand(flag, "at")
 
     class Hooked:
         @staticmethod

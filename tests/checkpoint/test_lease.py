@@ -23,6 +23,8 @@ from elastictrain.rundir import RunDir
 from tests.helpers import run_ranks
 from tests.trainer.tasks import Recorded
 
+BRIEF = 0.5  # of silence, where nobody is there who could break it
+
 HOLD = """
 import sys, time
 from elastictrain.checkpoint import lease
@@ -107,6 +109,7 @@ def test_a_killed_process_of_this_machine_is_known_to_be_gone(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_dead_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE", BRIEF)
     first = _hold(tmp_path, "first")
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
@@ -119,7 +122,8 @@ def test_a_dead_machine_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_frozen_job_learns_that_it_has_lost(tmp_path: Path) -> None:
+def test_a_frozen_job_learns_that_it_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE", BRIEF)
     first = _hold(tmp_path, "first")
     try:
         os.kill(first.pid, signal.SIGSTOP)
@@ -243,7 +247,10 @@ def test_of_many_who_want_it_one_gets_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"pid": 3}'])
-def test_a_holder_that_cannot_be_read_is_waited_for(content: str, tmp_path: Path) -> None:
+def test_a_holder_that_cannot_be_read_is_waited_for(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENCE", BRIEF)
     (tmp_path / "lease").mkdir()
     (tmp_path / "lease" / "000004.json").write_text(content)
     (tmp_path / "lease" / "something else").write_text("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from elastictrain.checkpoint import CheckpointReader, DamagedError, resolve
+from elastictrain.checkpoint import CheckpointReader, DamagedError, resolve, upload
 from elastictrain.checkpoint.storage import put_once
 from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.rundir import RunDir
@@ -130,11 +131,41 @@ def test_storage_that_does_not_answer_is_no_damage(at: str, fault: str, proxy: P
         resolve(s3_url)
 
 
-def test_a_commit_is_written_once(s3_url: str) -> None:
+def test_a_commit_is_written_once(proxy: Proxy, s3_url: str) -> None:
     """Whoever comes second is told; one whose first try went through, and whose answer was lost, is not."""
     run_dir = RunDir(s3_url)
+    proxy.fault = _times(1, "lost", writes=True)
     put_once(run_dir, "checkpoints/COMMIT", b"mine")
-    put_once(run_dir, "checkpoints/COMMIT", b"mine")
+    assert [method for method, _ in proxy.seen].count("PUT") == 2, "its answer was lost"
     with pytest.raises(FileExistsError, match="there is another COMMIT"):
         put_once(run_dir, "checkpoints/COMMIT", b"another's")
     assert run_dir.read("checkpoints", "COMMIT") == b"mine"
+
+
+def test_a_store_without_conditions_gets_its_commit_all_the_same(proxy: Proxy, s3_url: str) -> None:
+    run_dir = RunDir(s3_url)
+    proxy.fault = _times(1, "501 NotImplemented", writes=True)
+    put_once(run_dir, "checkpoints/COMMIT", b"mine")
+    assert [method for method, _ in proxy.seen].count("PUT") == 2
+    assert run_dir.read("checkpoints", "COMMIT") == b"mine"
+
+
+def test_several_parts_of_an_upload_are_under_way_at_a_time(
+    proxy: Proxy, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part has its answer when another one has come."""
+    monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
+    parts, two = set[str](), threading.Event()
+
+    def wait(method: str, path: str) -> None:
+        if "partNumber=" in path:
+            parts.add(path)
+            if len(parts) > 1:
+                two.set()
+            two.wait(60.0)
+
+    proxy.fault = wait
+    data = memoryview(bytes(11 << 20))
+    blocks = upload.upload(RunDir(s3_url), "checkpoints/shard", data, before_part=lambda: None)
+    assert two.is_set() and len(parts) == 3
+    assert RunDir(s3_url).read("checkpoints", "shard") == data and blocks.damage(0, data) is None

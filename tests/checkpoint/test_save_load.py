@@ -25,19 +25,19 @@ from elastictrain.checkpoint.ranges import Ranges
 from elastictrain.errors import CheckpointError, UsageError
 from tests.checkpoint.states import assert_equal, blank, expected, load_all, manager
 
+NAME = "a rün # ? : %20 + 1"  # of a run directory: what addresses and shells have meanings for
 VALUES = {"trainer.step": 5, "scheduler.0": {"last_epoch": 3, "factors": [0.1, None, True]}, "note": "ü"}
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "local":
-        return str(tmp_path / "a run # 1")
+        return str(tmp_path / NAME)
     if request.param == "memory":
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
         return "memory://run"
-    found: str = request.getfixturevalue("s3_url")
-    return found
+    return f"{request.getfixturevalue('s3_url')}/{NAME}"
 
 
 def test_round_trip_on_every_storage(url: str) -> None:

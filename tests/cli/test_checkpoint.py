@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import resource
 import threading
 import time
 from pathlib import Path
@@ -166,6 +167,28 @@ def test_an_export_holds_one_tensor_at_a_time(to: str, tmp_path: Path, monkeypat
     export.export(CheckpointReader(run), tmp_path / "out", to=to, only="model.")
     assert num_held == [1] * 5
     assert (tmp_path / "out" / "config.json").exists() == (to == "hf")
+
+
+@pytest.mark.slow
+def test_an_export_needs_memory_for_its_largest_tensor_and_not_for_all(tmp_path: Path) -> None:
+    """Of what the kernel must keep for a process: mapped files are not."""
+    size, count = 8 << 20, 12
+
+    def run(rank: int, world_size: int) -> None:
+        threading.stack_size(256 << 10)
+        state = {f"model.net.{number}": torch.full((size // 4,), float(number)) for number in range(count)}
+        about = {"transformers": {"prefix": "net.", "config": {"model_type": "none"}, "generation": None}}
+        reader = CheckpointReader(manager(str(tmp_path / "run")).save(1, state, about=about).path)
+        del state
+        for to in export.FORMATS:
+            status = Path("/proc/self/status").read_text()
+            has = int(re.search(r"VmData:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
+            resource.setrlimit(resource.RLIMIT_DATA, (has + 4 * size, resource.RLIM_INFINITY))
+            export.export(reader, tmp_path / to, to=to, only="model.")
+            written = sum(file.stat().st_size for file in (tmp_path / to).iterdir())
+            assert size * count < written < size * count + (1 << 20), to
+
+    run_ranks(run, 1)
 
 
 def test_an_export_of_what_is_damaged_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ TOO_LONG = 120.0
 
 
 class Command:
-    """The command in a forked process, which has torch already, in a session of its own."""
+    """The command in a forked process, which has torch already, in a session of its own.
+
+    Args:
+        before: called there first.
+    """
 
     limit = TOO_LONG
 
-    def __init__(self, folder: Path, *argv: str) -> None:
+    def __init__(self, folder: Path, *argv: str, before: Callable[[], None] = lambda: None) -> None:
         self.out, self.err = folder / "out", folder / "err"
         self.pid = os.fork()
         if self.pid == 0:
@@ -42,6 +46,7 @@ class Command:
                     os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
                 begin_fork(self.limit - 5.0)
+                before()
                 main_module.main(["run", *argv])
             except SystemExit as end:
                 sys.stdout.flush()

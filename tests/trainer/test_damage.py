@@ -1,18 +1,23 @@
-"""A run goes on from the newest checkpoint that is good, and says what it passed over; what fails on one rank ends all."""
+"""A run goes on from the newest checkpoint that is good, and says what it passed over; what fails on one rank ends all.
+A save that fails is said, and is tried again.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastictrain import CheckpointConfig, Trainer, resuming
-from elastictrain.checkpoint import CheckpointReader, resolve
+from elastictrain.checkpoint import CheckpointManager, CheckpointReader, resolve, saves
 from elastictrain.errors import CheckpointError
+from tests.checkpoint import interrupted
+from tests.checkpoint.nodes import wait_until
 from tests.helpers import run_ranks
 from tests.trainer.tasks import Recorded
 
@@ -21,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = CheckpointConfig(every_steps=3, every_seconds=None, keep_last=None)
 
 
-def _fit(run_dir: Path, steps: int, **options: Any) -> None:
+def _fit(run_dir: Path, steps: int, *, task: Recorded | None = None, **options: Any) -> None:
     options = {"global_batch_size": 24, "log_every": 1, "checkpoint": CONFIG, **options}
-    Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(Recorded())
+    Trainer(run_dir=str(run_dir), max_steps=steps, **options).fit(task or Recorded())
 
 
 def _flip(checkpoints: Path, step: int, tensor: str) -> None:
@@ -52,6 +57,43 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
     _flip(tmp_path / "checkpoints", 8, tensor)
     with pytest.raises(CheckpointError, match=r"is damaged.*there is no other checkpoint in"):
         _fit(tmp_path, 9)
+
+
+def test_a_save_that_fails_is_said_at_the_next_step_and_the_next_interval_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writer of the first save has an error of its storage. Training goes on, unless it shall not."""
+    managers: list[CheckpointManager] = []
+    is_said: dict[int, bool] = {}  # by the number of finished steps
+
+    def make(*args: Any, **options: Any) -> CheckpointManager:
+        managers.append(CheckpointManager(*args, **options))
+        return managers[-1]
+
+    class Watched(Recorded):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            is_said[self.global_step] = "no checkpoint of step 3 was written to" in caplog.text
+            if self.global_step == 3:
+
+                def knows() -> bool:
+                    managers[-1].look()
+                    return managers[-1].has_news
+
+                wait_until(knows)
+
+    flag = tmp_path / "flag"
+    flag.touch()
+    monkeypatch.setattr(saves, "COMMAND", interrupted.command("manifest", str(errno.EIO), flag))
+    monkeypatch.setattr(resuming, "CheckpointManager", make)
+    _fit(tmp_path / "run", 8, task=Watched())
+    assert is_said == {step: step > 3 for step in range(8)}
+    assert "Input/output error" in caplog.text and "training goes on, 1 failed so far" in caplog.text
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step-00000006", "step-00000008"]
+    is_said.clear()
+    raises = replace(CONFIG, on_failure="raise")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 .* Input/output error"):
+        _fit(tmp_path / "raises", 8, task=Watched(), checkpoint=raises)
+    assert max(is_said) == 3, "at the next step"
 
 
 def _fit_ranks(rank: int, world_size: int, run_dir: Path, steps: int) -> int:

@@ -101,6 +101,7 @@ def test_as_often_as_is_best(
     assert re.search(
         r"elastictrain: checkpoints every .*: one costs training .* s, and a failure comes every 3 h \(1 in", text
     )
+    assert re.search(r"host memory: up to \d+ KiB on each node for saves\n", text), text
     starts = sorted(path.name for path in (tmp_path / "events").glob("*-[se]*.jsonl"))
     assert starts == ["g000000-start.jsonl", "g000001-end.jsonl", "g000001-start.jsonl"]
     assert (
