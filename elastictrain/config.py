@@ -212,6 +212,9 @@ class CheckpointConfig:
         snapshot_every: keep the state in memory after every so many steps: the newest two snapshots of each rank stay in a
             process of its own on each node, with a copy on another node: a restart loses less than storage could keep.
             Needs ``elastictrain run`` and a run directory. None: no snapshots.
+        snapshot_wait: a step after a snapshot counts only once that is on another node, and training waits for it, so that
+            no death of one node costs more than ``snapshot_every`` steps. False: training goes on, and where a copy takes
+            longer than a step, what is trained meanwhile may be lost too.
         at_end: save when training ends.
         on_exception: save the last finished step when an exception ends training, where its state is still whole, all
             ranks have raised it, and no exchange of the step can be under way. Off, because the next start goes on from
@@ -234,6 +237,7 @@ class CheckpointConfig:
     every_seconds: float | str | None = 300.0
     seconds_between_failures: float | None = None
     snapshot_every: int | None = None
+    snapshot_wait: bool = False
     at_end: bool = True
     on_exception: bool = False
     keep_last: int | None = 3
@@ -263,6 +267,8 @@ class CheckpointConfig:
         for name in ("keep_every", "keep_best", "snapshot_every"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"checkpoint {name}={value} must be at least 1, or None")
+        if self.snapshot_wait and self.snapshot_every is None:
+            raise UsageError("checkpoint snapshot_wait=True waits for snapshots: give snapshot_every too")
         if (self.keep_best is None) != (self.best_metric is None):
             raise UsageError(
                 f"checkpoint keep_best={self.keep_best} and best_metric={self.best_metric!r} go together: give both"

@@ -250,12 +250,15 @@ class FitLoop:
 
     def _boundary(self) -> bool:
         """All ranks stand between two steps. Save where it is due; True where all of them stop here."""
-        s, step = self._session, self._session.counters.step
+        s, step, config = self._session, self._session.counters.step, self._session.settings.checkpoint
         agreed, self._agreed = self._agreed, NOTHING
         if agreed.is_lost or (s.ranks.world_size == 1 and s.lease is not None and s.lease.lost is not None):
             self._check_lease()
+        if config.snapshot_wait and self._manager is not None and self._snapshot_step == step - 1:
+            with self.reporter.pausing("checkpoint"):
+                self._manager.wait_for_snapshot(step - 1)
         self.stopped = s.membership.boundary(step) or agreed.stop
-        every = s.settings.checkpoint.every_steps
+        every = config.every_steps
         if self.stopped is StopReason.CHANGE:
             self._hand_over()
         elif self.stopped is not None:

@@ -31,6 +31,9 @@ from elastictrain.state import FlatState
 
 log = logging.getLogger(__name__)
 
+COPY_SECONDS = 30.0
+UNWAITED = 20
+
 
 class CheckpointManager:
     """Checkpoints of one generation. Uses the default process group where there is more than one rank.
@@ -70,6 +73,7 @@ class CheckpointManager:
         self._staging = Staging(self._ranks, [self.saves])
         self.snapshots: Snapshots | None = None
         self.num_committed = self.num_failed = 0
+        self._wait_from = 0  # the step from which on snapshots are waited for
         self._mine: list[str] = []  # paths committed by this generation, oldest first
         self._protected: set[str] = set()  # paths
         self._rejected: set[str] = set()  # paths
@@ -198,6 +202,23 @@ class CheckpointManager:
             return self.snapshots is not None and self.snapshots.settle(seconds=seconds)
 
         return self._ranks.round(part, lambda parts: [all(parts)] * len(parts))
+
+    def wait_for_snapshot(self, step: int) -> None:
+        """That of ``step``, the newest; then the step after it may count. Collective.
+
+        Should a node die before, no more is lost than what came after the snapshot before that. It waits in vain for
+        :data:`COPY_SECONDS` at most, and then not for the next :data:`UNWAITED` snapshots: a keeper hangs, and training
+        need not.
+        """
+        if self.snapshots is None or step < self._wait_from:
+            return
+        if not self.is_safe(seconds=COPY_SECONDS):
+            self._wait_from = step + UNWAITED * (self.config.snapshot_every or 1)
+            if self._ranks.rank == 0 and not self.snapshots.is_over():
+                text = (
+                    "the snapshot of step %d is on no other node: training goes on, and waits for none before step %d"
+                )
+                log.warning(text, step, self._wait_from)
 
     def look(self) -> None:
         """Say what this rank's writer has failed to do. No collective: after every step."""

@@ -5,7 +5,9 @@ Which one that is, all ranks decide alike, by what all of them know to be whole:
 all ranks (where there are several nodes: and copied to all buddies), and never the one that is being copied. Of what is
 left, the newest that is whole is taken last, copied or not. So at any moment, whoever dies, there is a snapshot of which
 every rank's image is somewhere. A copy is begun when the one before has ended; where copies take longer than the interval,
-the snapshots in between are not copied.
+the snapshots in between are not copied. So what a node's death costs at most is the interval and the steps of one copy, or
+the steps of two copies where they take longer than the interval; that is said once it is the rule. Whoever wants less waits
+(:meth:`Snapshots.settle`).
 
 On failure: nothing is raised and training goes on. A snapshot that one rank could not take is of no use on any; it is
 counted, said once, and the next one is tried.
@@ -30,6 +32,7 @@ from elastictrain.checkpoint.staging import Content, Staged
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02  # between two looks whether the generation is over, where the keeper says nothing
+MANY = 20  # snapshots that were not copied, before it is said
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Snapshots:
         num_taken: snapshots that were given to this node's keeper.
         num_failed: those that were not taken, on this rank.
         num_uncopied: those that this node's buddy did not get.
+        num_behind: those that were not copied because an earlier one still was; rank 0 knows.
         blocked: seconds that training stood still for the last one.
     """
 
@@ -125,7 +129,7 @@ class Snapshots:
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link, self._ranks, self._identity, self._first = link, ranks, identity, first
-        self._is_over = is_over
+        self.is_over = is_over
         self._kept: list[_Kept] = []  # oldest first
         self._given: set[int] = set()  # numbers of arenas that the keeper has
         self._issued: list[str] = []  # rank 0: snapshots in order, those that anybody may still hold
@@ -135,7 +139,7 @@ class Snapshots:
         self._marks = 0
         self._told: set[str] = set()
         self._started = 0.0
-        self.num_taken = self.num_failed = self.num_uncopied = 0
+        self.num_taken = self.num_failed = self.num_uncopied = self.num_behind = 0
         self.blocked = 0.0
 
     def reached(self, point: str) -> None:
@@ -176,6 +180,8 @@ class Snapshots:
             if all(one is None or one.is_copied or one.is_uncopied for one in states):
                 self._copying = None
         copies = has_buddy and self._copying is None
+        if has_buddy and not copies:
+            self._fall_behind(durable)
         protected = tuple(one for one in (durable, self._copying) if one is not None)
         named = uuid.uuid4().hex
         order = Order(named, copies, has_buddy, durable is not None, protected, newest, self._ring if is_new else None)
@@ -183,6 +189,18 @@ class Snapshots:
         if copies:
             self._copying = order.snapshot
         return order
+
+    def _fall_behind(self, durable: str | None) -> None:
+        """On rank 0: this snapshot is not copied."""
+        self.num_behind += 1
+        at = next((one.step for one in self._kept if one.snapshot == durable), None)
+        if self.num_behind == MANY and at is not None:
+            lost = self._kept[-1].step - at
+            self._say_once(
+                "behind",
+                f"copies of snapshots take longer than the steps between two of them: if a node died now, {lost} steps would"
+                " be lost, and a few more at other moments; --snapshot-wait has training wait for copies",
+            )
 
     def make_room(self, decided: Order) -> None:
         if decided.ring is not None and self._first and self._link.address in decided.ring:
@@ -245,7 +263,7 @@ class Snapshots:
         deadline = time.monotonic() + seconds
         while True:
             self._hear()
-            is_late = not self._link.is_open or time.monotonic() > deadline or self._is_over()
+            is_late = not self._link.is_open or time.monotonic() > deadline or self.is_over()
             if is_late or not any(one.is_under_way for one in self._kept):
                 return bool(self._kept) and self._kept[-1].is_safe
             self._link.wait(LOOK_SECONDS)

@@ -38,6 +38,7 @@ OF_CLASSES = (
     "val_every",
     "checkpoint_every",
     "snapshot_every",
+    "snapshot_wait",
     "resume",
     "callbacks",
     "loggers",

@@ -124,6 +124,12 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     metavar="N",
     help="Keep the state in memory, here and on another node, every N steps; a restart goes on from there. [off]",
 )
+@option(
+    "--snapshot-wait",
+    is_flag=True,
+    default=None,
+    help="Wait until a snapshot is on another node: no node's death costs more than N steps. [go on meanwhile]",
+)
 @shared("--callback")
 @option(
     "--logger",

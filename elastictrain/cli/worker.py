@@ -88,8 +88,7 @@ def _load(mine: AgentMembership, target: Target, job: dict[str, Any]) -> Callabl
     if "checkpoint_every" in options:
         every = options.pop("checkpoint_every")
         how = {"every_seconds": "auto"} if every == "auto" else {"every_steps": every}
-    if "snapshot_every" in options:
-        how["snapshot_every"] = options.pop("snapshot_every")
+    how |= {name: options.pop(name) for name in ("snapshot_every", "snapshot_wait") if name in options}
     options["checkpoint"] = CheckpointConfig(**how)
     options["callbacks"] = [resolve_callback(text) for text in options["callbacks"]]
     from elastictrain.trainer import Trainer

@@ -1,8 +1,8 @@
 """A keeper that is interrupted where a test says: ``python -m tests.checkpoint.hooked_keeper POINT HOW FLAG DESCRIPTOR``.
 
 POINT is "hash" (before an image is hashed) or "part" (before each part of a copy is sent), and HOW is ``kill`` (SIGKILL to
-itself) or ``wait`` (until FLAG is gone; the file "at" beside it says so); either happens while the file FLAG is there. Or
-POINT is "linger", and an agent that was killed is waited for HOW seconds.
+itself), ``wait`` (until FLAG is gone; the file "at" beside it says so) or a number of seconds, for which it sleeps; it
+happens while the file FLAG is there. Or POINT is "linger", and an agent that was killed is waited for HOW seconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from elastictrain.checkpoint import keeper, keeper_main
@@ -26,7 +27,10 @@ def main() -> None:
         if passed == point and flag.exists():
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            stand(flag, "at")
+            if how == "wait":
+                stand(flag, "at")
+            else:
+                time.sleep(float(how))
 
     class Hooked:
         @staticmethod

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
+from elastictrain.checkpoint import manager as manager_module
 from elastictrain.checkpoint.arena import Arena
 from elastictrain.checkpoint.held import MAX_EARLIER, MAX_OWN
+from elastictrain.checkpoint.snapshots import MANY
 from tests.checkpoint.nodes import Node, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
 from tests.helpers import run_ranks
@@ -300,6 +302,47 @@ def test_a_buddy_out_of_reach_costs_copies_and_no_snapshot(two_nodes: list[Node]
     (taken, failed, uncopied, said), (*others, _, others_said) = run_ranks(take, 2, timeout=120)
     assert [taken, failed, uncopied, said] == [7, 0, 0, 0]
     assert [*others, others_said] == [7, 0, 1]
+
+
+def test_a_slow_buddy_is_waited_for_or_it_is_said_what_its_death_would_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slow := tmp_path / "slow").touch()
+    nodes = [Node(hooks=("part", "0.5", str(slow))) for _ in range(2)]  # for each image
+
+    def take(rank: int, world_size: int) -> tuple[list[int], list[str]]:
+        lines = list[str]()
+        logging.getLogger("elastictrain").addHandler(handler := logging.Handler())
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        dist.init_process_group("gloo")
+        checkpoints = taking(str(tmp_path), nodes[rank].address, rank=rank, world_size=world_size)
+
+        def keep(step: int, *, waits: bool) -> None:
+            snapshot(checkpoints, step, {f"w{rank}": torch.zeros(100)})
+            if waits:
+                checkpoints.wait_for_snapshot(step)
+
+        for step in (1, 2):
+            keep(step, waits=True)
+        copied = nodes[1 - rank].steps(rank=rank, is_copy=True)
+        dist.barrier()
+        monkeypatch.setattr(manager_module, "COPY_SECONDS", 0.1)
+        for step in range(3, 10):
+            keep(step, waits=True)
+        for step in range(10, 11 + 2 * MANY):
+            keep(step, waits=False)
+        return copied, lines
+
+    try:
+        (copied, lines), (others_copied, others_lines) = run_ranks(take, 2, timeout=120)
+    finally:
+        for node in nodes:
+            node.end()
+    assert copied == others_copied == [1, 2]
+    vain, behind = lines
+    assert "the snapshot of step 3 is on no other node: training goes on, and waits for none before step 23" in vain
+    assert "copies of snapshots take longer than the steps between two of them: if a node died now, " in behind
+    assert others_lines == []
 
 
 def test_a_keeper_that_dies_costs_snapshots_on_all_ranks(two_nodes: list[Node], tmp_path: Path) -> None:
