@@ -185,16 +185,34 @@ def optimizer_state(index: int, optimizer: Optimizer, names: Mapping[Tensor, str
     Options are stored per parameter, so that groups may be cut differently by another layout.
     """
     flat: FlatState = {}
+    options: dict[
+        int, tuple[FlatState, dict[str, Any]]
+    ] = {}  # of groups: a snapshot of every step has thousands of them
     for group, parameter, name in _named_parameters(optimizer, names):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                flat[f"optim.{index}.{name}.{key}"] = value.detach()
+            if isinstance(value, Tensor):  # detaching a DTensor takes as long as an operation on it
+                flat[f"optim.{index}.{name}.{key}"] = value.detach() if value.requires_grad else value
             else:
                 flat.update(pack(f"optim.{index}.{name}.{key}", value))
-        for option, value in group.items():
-            if option not in ("params", "param_names"):
-                flat.update(pack(f"pg.{index}.{name}.{option}", value))
+        if id(group) not in options:
+            options[id(group)] = _packed_options(group)
+        packed, others = options[id(group)]
+        for option, value in packed.items():
+            flat[f"pg.{index}.{name}.{option}"] = value
+        for option, value in others.items():
+            flat.update(pack(f"pg.{index}.{name}.{option}", value))
     return flat
+
+
+def _packed_options(group: Mapping[str, Any]) -> tuple[FlatState, dict[str, Any]]:
+    """A group's options as they are stored under any name; and those that hold tensors, which are named after that."""
+    flat: FlatState = {}
+    others: dict[str, Any] = {}
+    for option, value in group.items():
+        if option not in ("params", "param_names"):
+            packed = pack(option, value)
+            (flat if len(packed) == 1 else others)[option] = packed[option] if len(packed) == 1 else value
+    return flat, others
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
@@ -21,7 +22,8 @@ Key = tuple[Any, ...]
 
 def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank holds of each."""
-    return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
+    with torch.no_grad():  # what autograd adds to each is most of the time that this takes
+        return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
 
 
 def key_of(tensors: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> Key:

@@ -97,18 +97,16 @@ class Staging:
         is_main = self._ranks.rank == 0
         key: Key = ()
 
-        def ready() -> tuple[bool, Mapping[str, Any], Mapping[str, Any], list[Any]]:
+        def ready() -> tuple[bool, Mapping[str, Any], list[Any]]:
             nonlocal key
             for group in (values, content.local_values, {"about": content.about}):
                 check_values(group)
             key = key_of(tensors, local)
             is_known = self._plan is not None and self._plan[0] == key
-            return is_known, content.local_values, values if is_main else {}, [taker.part() for taker in takers]
+            return is_known, content.local_values, [taker.part() for taker in takers]
 
-        def decide(
-            ranks: list[tuple[bool, Mapping[str, Any], Mapping[str, Any], list[Any]]],
-        ) -> list[tuple[bool, list[Any]]]:
-            _check_local_values([one for _, *groups, _ in ranks for one in groups])
+        def decide(ranks: list[tuple[bool, Mapping[str, Any], list[Any]]]) -> list[tuple[bool, list[Any]]]:
+            _check_local_values([values, *(local_values for _, local_values, _ in ranks)])  # rank 0's own values
             wanted = [taker.decide([parts[i] for *_, parts in ranks]) for i, taker in enumerate(takers)]
             return [(all(is_known for is_known, *_ in ranks), wanted)] * len(ranks)
 
@@ -165,12 +163,18 @@ class Staging:
         self._arenas.clear()
 
 
+_PLAIN = (bool, int, str, type(None))
+
+
 def check_values(values: Mapping[str, Any]) -> None:
     """Everything that is no tensor must come back from JSON as it is.
 
     Raises:
         CheckpointError: names the entry that would not.
     """
+    values = {
+        name: value for name, value in values.items() if type(value) not in _PLAIN
+    }  # thousands are, of optimizers
     if not _is_kept(values):
         name = next(name for name, value in values.items() if not _is_kept(value))
         raise CheckpointError(
