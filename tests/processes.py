@@ -14,6 +14,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def parent_of(pid: int) -> int:
+    """
+    Raises:
+        OSError: it has ended.
+    """
+    return int(_fields(pid)[1])
+
+
 def children_of(pid: int, *, running: str = "") -> list[int]:
     """Its children, oldest number first; ``running``: only those with this in their command line."""
     found = []
