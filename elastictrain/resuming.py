@@ -292,6 +292,7 @@ class Resumption:
             about = {"name": mine.node or host, "host": host, "agent_pid": mine.agent_pid}
             about["workers"] = [{"rank": rank, "pid": pid} for where, rank, pid in workers if where == number]
             reached = -1 if s.recovery is None else s.recovery.reached
+            s.times.settle()
             s.begun = s.ledger.opened(s.times, step=s.counters.step, reached=reached, **about)
 
     def _named(self, resume: str | Weights) -> str | None:

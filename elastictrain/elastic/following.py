@@ -35,6 +35,7 @@ class Following:
 
     Attributes:
         generation: the newest one that this node knows.
+        job: of the newest one with members: what this node has been there for.
         size: the run's, by the last leader's word; the command's own until there was one.
         step: finished steps, kept up to date by the driver; -1: none.
         asked: what the leader wants this node's workers to promise, until it is void or the generation ends.
@@ -44,7 +45,7 @@ class Following:
 
     def __init__(self, me: Member, timing: Timing, *, out: list[Action]) -> None:
         self._me, self._out = me, out
-        self.generation, self.size = Generation(), timing.size
+        self.generation, self.size, self.job = Generation(), timing.size, ""
         self.step = -1
         self.asked: Promise | None = None
         self.is_ready = self.is_leaving = self.is_over = False
@@ -164,6 +165,7 @@ class Following:
         """From the leader or from the log."""
         if generation.number > self.generation.number:
             self.generation = generation
+            self.job = generation.job if generation.members else self.job
             self._failed_number = 0
             self.asked = None
             self._out.append(Formed(generation))

@@ -5,6 +5,8 @@
 * A change that nobody was forced into (a node joins or leaves) is **planned**: the leader proposes a step a little ahead,
   by :attr:`Timing.ahead`, each member promises not to pass it (or says that it is too late, and a later one is proposed,
   further ahead each time), and only then is the change committed. A loss meanwhile needs no step and wins.
+* Where none of the members stays, the others begin once the last of them has ended: what they begin with is what those
+  have saved at the step where they stop.
 * Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by. Below the minimum nothing is
   formed; where that is planned, because nodes leave, those that stay are paused together, and nobody trains.
 * The **size** (minimum and maximum) is the run's, and handed on with it. Another one is in the log before anything comes of
@@ -42,11 +44,14 @@ class Leader:
         entry: the claim.
         size: of a run that begins with this node.
         previous: the node that led before.
+        job: that this node has seen members of.
     """
 
-    def __init__(self, entry: Entry, timing: Timing, *, size: Size, now: float, previous: str | None) -> None:
+    def __init__(
+        self, entry: Entry, timing: Timing, *, size: Size, now: float, previous: str | None, job: str = ""
+    ) -> None:
         self.entry, self.timing, self.epoch = entry, timing, entry.epoch
-        self._own_size, self._resize = size, False
+        self._own_size, self._resize, self._job = size, False, job
         self.flapping = Flapping(entry.losses, entry.generation.members, timing, now=now)
         self._let_in_at: float | None = None
         self.nodes: dict[str, Node] = {}
@@ -182,6 +187,7 @@ class Leader:
         assert self.pending is not None
         self._write_seconds = min(now - self._pending_since, LONGEST_WRITE)
         self.entry, self.pending = self.pending, None
+        self._job = self.generation.job if self.generation.members else self._job
         self._resize = self._resize and self._own_size != self.entry.size
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
         self._losses(now)  # whatever has happened since
@@ -299,6 +305,8 @@ class Leader:
             return
         losses = self._losses_of(here, now) if here else ()
         wanted, size = self._wanted(losses, now, out), self.size
+        if self._may_not_begin(here):
+            wanted = ()
         if not here:  # the first generation, or nobody of the last one is left
             due = 0.0 if len(wanted) in (0, size.max_nodes) else self._since() + self.timing.form
         elif self._losses_since is not None:
@@ -333,11 +341,19 @@ class Leader:
         elif self._promised == len(here):
             self._form(wanted, self.preparing, losses, self._why(here, wanted), out)
 
+    def _may_not_begin(self, here: list[str]) -> bool:
+        """Is the state that those nodes would begin with still in the hands of some that leave?"""
+        if not here:  # they have been let go, and stay connected until their workers have ended
+            return any(node.is_leaving for node in self.nodes.values())
+        is_sudden = len(here) < len(self.generation.members) or self._renew
+        return not is_sudden and all(self.nodes[name].is_leaving for name in here)
+
     def _form(
         self, wanted: tuple[Member, ...], boundary: int, losses: tuple[Loss, ...], reason: str, out: list[Decision]
     ) -> None:
         old, number, size = self.generation, self.generation.number + 1, self.size
-        if any(one.node in self.nodes for one in old.members):
+        was_seen = not old.members and bool(old.job) and old.job == self._job  # it was left, and not given up
+        if was_seen or any(one.node in self.nodes for one in old.members):
             job, first = old.job, old.first
         else:  # nobody is left who could go on with it
             job, first = f"{wanted[0].node}/{number}", number

@@ -24,6 +24,7 @@ class Leading:
         claim: the entry that made this node the leader.
         size: of a run that begins with this node.
         previous: the node that led before.
+        job: that this node has seen members of.
         out: takes actions.
 
     Attributes:
@@ -31,9 +32,9 @@ class Leading:
     """
 
     def __init__(
-        self, claim: Entry, timing: Timing, *, size: Size, previous: str | None, now: float, out: list[Action]
+        self, claim: Entry, timing: Timing, *, size: Size, previous: str | None, job: str, now: float, out: list[Action]
     ) -> None:
-        self.leader = Leader(claim, timing, size=size, now=now, previous=previous)
+        self.leader = Leader(claim, timing, size=size, job=job, now=now, previous=previous)
         self.timing = timing
         self.epoch = claim.epoch
         self.retry_at: float | None = None

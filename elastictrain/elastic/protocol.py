@@ -227,9 +227,10 @@ class Peer:
         self._read(State.READING)
 
     def _lead(self, now: float) -> None:
-        claim, self._claim = self.entry, None
-        size = self.following.size
-        self.leading = Leading(claim, self.timing, size=size, previous=self._previous, now=now, out=self._out)
+        claim, self._claim, mine = self.entry, None, self.following
+        self.leading = Leading(
+            claim, self.timing, size=mine.size, job=mine.job, previous=self._previous, now=now, out=self._out
+        )
         self._connect(now)
 
     def _step_down(self, now: float) -> None:

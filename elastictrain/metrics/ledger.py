@@ -100,11 +100,13 @@ class Ledger:
         """This node takes part from ``step`` finished steps on.
 
         Returns:
-            what that adds to the ledger: who it is, and that its account begins.
+            what that adds to the ledger: who it is, and that its account begins. What the book has so far follows it.
         """
         self._steps, self._book, self._at = step, book, (step, time.time())
         begins = {"steps": [step, step], "from": book.began, "to": book.began, "seconds": {}}
         lines = [self.note("node", time=time.time(), reached=reached, **about), self.note("time", **begins)]
+        if (spent := book.take())["seconds"]:  # a start may take longer than what comes of it
+            self.note("time", steps=[step, step], **spent)
         self._courier.flush()  # a node that dies at once was there, too
         return lines
 

@@ -85,6 +85,7 @@ def test_a_worker_that_left_the_limit_unseen_makes_it_rise(tmp_path: Path) -> No
 def test_a_second_boundary_of_one_step_is_not_the_limit(tmp_path: Path) -> None:
     """This worker left the first one unseen, where another may wait; it may not stop at the second one, apart."""
     cells = assign(tmp_path / "run", 1)
+    said, say = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -95,6 +96,7 @@ def test_a_second_boundary_of_one_step_is_not_the_limit(tmp_path: Path) -> None:
                 time.sleep(0.001)
             assert mine.boundary(6) is None
             assert mine._cell[ACKED] == 0
+            os.write(say, b"it went on")
             while mine._cell[LIMIT] == 1 + 6:
                 time.sleep(0.001)
             assert mine.boundary(7) is None
@@ -105,8 +107,9 @@ def test_a_second_boundary_of_one_step_is_not_the_limit(tmp_path: Path) -> None:
     while cells.steps() != [6]:
         time.sleep(0.001)
     cells.write(LIMIT, 1 + 6)
-    time.sleep(0.05)
-    assert cells.views[0][ACKED] == 0
+    os.close(say)  # so that a worker that ends without a word is heard, too
+    with open(said, "rb") as words:
+        assert words.read(10) == b"it went on"
     cells.write(LIMIT, 1 + 9)
     wait_for([pid], 0.005)
 

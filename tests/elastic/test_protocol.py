@@ -236,6 +236,25 @@ def test_the_last_ones_may_all_leave() -> None:
     world.until(lambda: all(node.has_left for node in world.nodes.values()), seconds=8.0)
 
 
+def test_where_no_member_stays_the_others_begin_once_the_last_of_them_has_ended() -> None:
+    """What they begin with is what those save at the step where they stop, and they go on with the same job."""
+    for num_nodes in (1, 2):
+        world = formed(num_nodes, min_nodes=1, max_nodes=num_nodes)
+        world.ending = 3.0  # seconds that workers save at their last step
+        trained, before = [world.nodes[name] for name in members(world)], world.log[-1].generation
+        new = [world.spawn().name for _ in trained]
+        world.pass_time(2.0)
+        for node in trained:
+            node.is_leaving = True
+            world.tell(node, node.peer.on_leave)
+        later = [world.nodes[name] for name in new]
+        world.until(lambda: any(node.current.rank_of(node.name) is not None for node in later))  # noqa: B023
+        assert not any(node.is_alive for node in trained), "somebody still trains"
+        world.until(lambda: world.agree() and sorted(members(world)) == sorted(new))  # noqa: B023
+        after = world.log[-1].generation
+        assert (after.job, after.first) == (before.job, before.first)
+
+
 def test_a_node_that_is_asked_to_go_goes_also_where_the_leader_dies_then() -> None:
     world = formed(4)
     going = others(world)[0]

@@ -106,6 +106,7 @@ class World:
         self.sides: dict[str, int] = {}  # a partition
         self.cut: set[frozenset[str]] = set()  # single ways that are cut
         self.num_fenced = 0
+        self.ending = 0.0  # seconds that workers take to save at a step where all stop
         self._agreed_since = float("inf")
         for _ in range(num_nodes):
             self.spawn()
@@ -307,7 +308,7 @@ class World:
                 node.is_leaving = True
             case Left():
                 node.has_left = True
-                self.at(self.now + 0.05, self.crash, node)
+                self.at(self.now + 0.05 + self.ending, self.crash, node)
             case Trim():
                 pass
 

@@ -175,6 +175,19 @@ def test_goodput_of_the_last_while() -> None:
     assert percent == pytest.approx(50.0)
 
 
+def test_a_node_that_dies_before_its_first_account_has_told_what_its_start_took(tmp_path: Path, clock: Clock) -> None:
+    book = TimeBook()
+    clock.now += 17.0
+    book.settle()
+    ledger = Ledger(RunDir(tmp_path), generation=0, node="n")
+    begun = ledger.opened(book, step=0, reached=-1, name="n", host="h", agent_pid=1, workers=[])
+    ledger.flush(wait=60.0)  # and no more
+    lines = read_ledger(RunDir(tmp_path))
+    assert nonzero(goodput(lines)) == {"startup": pytest.approx(17.0)}
+    assert earlier_module.spent_before(lines, begun).total == 0.0, "this start is no earlier one"
+    ledger.close()
+
+
 def test_segments_on_an_object_store(s3_url: str) -> None:
     run_dir = RunDir(s3_url)
     for generation in range(2):
