@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -198,21 +199,31 @@ class CheckpointManager:
     def is_safe(self, *, seconds: float) -> bool:
         """Wait so long until the newest snapshot is whole on all ranks and outlives any one node; is it? Collective."""
 
-        def part() -> bool:
-            return self.snapshots is not None and self.snapshots.settle(seconds=seconds)
+        return self._settled(seconds)[0]
 
-        return self._ranks.round(part, lambda parts: [all(parts)] * len(parts))
+    def _settled(self, seconds: float) -> tuple[bool, bool]:
+        """Is it? And was all of that time waited for in vain, on any rank?"""
+
+        def part() -> tuple[bool, bool]:
+            until = time.monotonic() + seconds
+            is_safe = self.snapshots is not None and self.snapshots.settle(seconds=seconds)
+            return is_safe, not is_safe and time.monotonic() >= until
+
+        def both(parts: list[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+            return [(all(is_safe for is_safe, _ in parts), any(is_late for _, is_late in parts))] * len(parts)
+
+        return self._ranks.round(part, both)
 
     def wait_for_snapshot(self, step: int) -> None:
         """That of ``step``, the newest; then the step after it may count. Collective.
 
         Should a node die before, no more is lost than what came after the snapshot before that. It waits in vain for
         :data:`COPY_SECONDS` at most, and then not for the next :data:`UNWAITED` snapshots: a keeper hangs, and training
-        need not.
+        need not. Where this one is not copied because an older one was, the older one is waited for: the next is copied.
         """
         if self.snapshots is None or step < self._wait_from:
             return
-        if not self.is_safe(seconds=COPY_SECONDS):
+        if self._settled(COPY_SECONDS)[1]:
             self._wait_from = step + UNWAITED * (self.config.snapshot_every or 1)
             if self._ranks.rank == 0 and not self.snapshots.is_over():
                 text = (

@@ -194,7 +194,7 @@ class Snapshots:
         """On rank 0: this snapshot is not copied."""
         self.num_behind += 1
         at = next((one.step for one in self._kept if one.snapshot == durable), None)
-        if self.num_behind == MANY and at is not None:
+        if self.num_behind >= MANY and at is not None:
             lost = self._kept[-1].step - at
             self._say_once(
                 "behind",

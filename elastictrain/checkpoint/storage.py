@@ -60,8 +60,8 @@ def read_whole(run_dir: RunDir, path: str, *, size: int | None = None) -> bytes:
             _check_small(path, os.fstat(file.fileno()).st_size)
             return file.read()
     if size is None:
-        run_dir.fs.invalidate_cache(run_dir.join(posixpath.dirname(path)))  # it may have come since that was listed
-        size = run_dir.fs.size(run_dir.join(path))
+        # it may have come since its folder was listed, be it by another thread
+        size = run_dir.fs.info(run_dir.join(path), refresh=True)["size"]
     _check_small(path, size)
     return run_dir.read(path)
 

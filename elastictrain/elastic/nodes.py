@@ -34,7 +34,7 @@ class Node:
         since, before = self.counted
         if step < before or before < 0:
             self.pace, self.counted = 0.0, (now, step)
-        elif now - since >= PACE_SECONDS:
+        elif step > before and now - since >= PACE_SECONDS:  # from one finished step to another: one may take long
             self.pace, self.counted = (step - before) / (now - since), (now, step)
 
     def expected(self, at: float) -> float:

@@ -156,13 +156,20 @@ class RunLog:
             said = json.loads(data)
             mac = said.pop("mac")
             is_ours = hmac.compare_digest(mac, self._mac(said))
-            entry = entry_from_json(said["entry"])
-        except (ValueError, TypeError, KeyError, AttributeError, ChainError, RecursionError):
-            is_ours, entry = False, Entry()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            is_ours = False
+        where = self._run_dir.join(self._folder, _name(index))
+        try:
+            entry = entry_from_json(said["entry"]) if is_ours else Entry()
+        except (KeyError, ChainError) as error:
+            raise RunLogError(
+                f"{where} is of another version of elastictrain ({error}): go on with that one, or give the run another"
+                " --rdzv-id, which begins a new log"
+            ) from error
         if not is_ours or entry.index != index:
             raise RunLogError(
-                f"{self._run_dir.join(self._folder, _name(index))} was not written with this run's token:"
-                " give all nodes the same ELASTICTRAIN_TOKEN, or remove what does not belong there"
+                f"{where} was not written with this run's token: give all nodes the same ELASTICTRAIN_TOKEN, or remove"
+                " what does not belong there"
             )
         return entry
 

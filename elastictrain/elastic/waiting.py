@@ -23,7 +23,7 @@ def why_it_waits(
     left = until - time.monotonic()
     if there >= size.max_nodes and not is_member:
         return f"{there} nodes train, which is MAX of this run's {size}: standing by until one goes"
-    if left > 0:
+    if left > 0 and not is_member:
         when = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         return f"this host was lost {times} times in short: it is let in again at {when}"
     if has_trained:

@@ -16,6 +16,7 @@ from elastictrain.elastic.decisions import Decision, Prepare
 from elastictrain.elastic.election import Election
 from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.leading import Leading
+from elastictrain.elastic.nodes import Node as Seen
 from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.timing import Timing
 from tests.elastic.world import TIMING, Node, World
@@ -226,6 +227,14 @@ def test_a_boundary_is_as_many_steps_ahead_as_fit_into_its_time(pace: float, fir
     leader.leave("b", now=2.0)
     asked = [one for one in leader.tick(2.0) if isinstance(one, Prepare)]
     assert [first <= one.boundary - int(2 * pace) <= last for one in asked] == [True], asked
+
+
+def test_the_pace_of_long_steps_is_not_that_of_the_moment_when_one_ends() -> None:
+    node = Seen(Member("a"), link=0, last=0.0, is_ready=True, step=0)
+    for beat in range(1, 201):  # a step takes 10 s
+        node.reached(beat // 40, beat / 4)
+        assert node.pace <= 0.11, beat
+    assert node.pace == pytest.approx(0.1)
 
 
 def test_the_last_ones_may_all_leave() -> None:

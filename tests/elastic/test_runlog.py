@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import uuid
@@ -153,6 +154,16 @@ def test_another_token_reads_nothing_and_changes_nothing(tmp_path: Path) -> None
     with pytest.raises(RunLogError):
         stranger.create(claim("evil"))
     assert open_log(tmp_path).newest() == entry and os.listdir(tmp_path / "log") == ["00000001"]
+
+
+def test_an_entry_of_another_version_is_no_question_of_the_token(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.create(claim("a"))
+    said = json.loads((tmp_path / "log" / "00000001").read_text())
+    del said["mac"], said["entry"]["size"]
+    (tmp_path / "log" / "00000001").write_text(json.dumps({**said, "mac": log._mac(said)}))
+    with pytest.raises(RunLogError, match="is of another version of elastictrain"):
+        open_log(tmp_path).newest()
 
 
 @pytest.mark.parametrize(
