@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 RUN_DIR ?= runs/byte_lm
 TEST_ARGS ?=
 
-.PHONY: train test test-fast lint docs browser screenshots clean soak accounts
+.PHONY: train test test-fast lint docs browser screenshots clean soak accounts matrix
 
 ## train: a byte-level language model on two processes, a few minutes; Ctrl-C saves, and the same again goes on
 train: $(VENV)/.installed
@@ -30,6 +30,10 @@ soak: $(VENV)/.installed-dev
 ## accounts: ten short runs with random faults; every node-second of them must have one cause
 accounts: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.accounts --runs $(or $(RUNS),10) --seed $(or $(SEED),0)
+
+## matrix: each mesh through each kind of change of nodes and workers, an hour or two; MESHES="tp 3d" WORKERS="1 2 mixed"
+matrix: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.matrix $(if $(MESHES),--meshes $(MESHES)) $(if $(WORKERS),--workers $(WORKERS))
 
 ## lint: style, types, and the direction of imports
 lint: $(VENV)/.installed-dev

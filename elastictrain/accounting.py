@@ -70,7 +70,7 @@ class Account:
             "lost_steps": max(0, was.reached - self._first_step),
             "seconds": {**phases, "first_step": seconds, "total": now - was.ended},
             "ranks": s.ranks.world_size,
-            "nodes": max(1, s.ranks.world_size // max(1, s.membership.local_world_size)),
+            "nodes": s.membership.num_nodes,
             "nodes_before": was.nodes,
             "mesh": str(s.mesh.shape),
         }

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from elastictrain.checkpoint.footprint import Footprint, state_bytes
-from elastictrain.elastic.membership import StopReason
 from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
 from elastictrain.parallel.planner import size as size_of
@@ -54,16 +53,12 @@ class Announcer:
         """What checkpoints will take of each node's, in words; a collective."""
         s = self._session
         state = int(s.ranks.sum([state_bytes(s.task, s.optimizers) / s.mesh.shape.dp_replicate])[0])
-        host = Footprint(state // self._num_nodes, has_buddy=self._num_nodes > 1)
+        host = Footprint(state // s.membership.num_nodes, has_buddy=s.membership.num_nodes > 1)
         text = f"up to {size_of(host.saves)} on each node for saves"
         if s.settings.checkpoint.snapshot_every is not None:
             text += f", {size_of(host.snapshots)} for snapshots"
             text += f", {size_of(host.copies)} for copies of another node's" if host.has_buddy else ""
         return text
-
-    @property
-    def _num_nodes(self) -> int:
-        return max(1, self._session.ranks.world_size // max(1, self._session.membership.local_world_size))
 
     def _startup(self) -> Startup:
         s = self._session
@@ -82,7 +77,7 @@ class Announcer:
             placement=placement(
                 s.mesh.shape, s.membership.local_world_size, s.ranks.zones.zones if s.ranks.zones else None
             ),
-            num_nodes=self._num_nodes,
+            num_nodes=s.membership.num_nodes,
             generation=s.membership.generation,
             max_steps=s.settings.max_steps,
             max_epochs=s.settings.max_epochs,
@@ -110,7 +105,7 @@ class Announcer:
         for callback in s.callbacks:
             callback.on_fit_end(info)
         self.tear_down()
-        if s.ranks.is_main and loop.stopped is not StopReason.CHANGE:
+        if s.ranks.is_main and not (loop.stopped is not None and loop.stopped.goes_on):
             final_summary(self._final(loop), console=make_console())
 
     def _ended(self, loop: FitLoop) -> None:

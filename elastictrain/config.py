@@ -75,6 +75,8 @@ class MeshConfig:
             a pipeline.
         topology: a file that says which nodes are near each other, see :mod:`elastictrain.parallel.zones`; ranks are then
             ordered so that the inner axes stay within a zone.
+        device_memory: bytes of each rank's device that "auto" may reckon with; None: what there is, on a CPU the node's
+            memory over its ranks.
 
     Raises:
         UsageError: an axis is not a positive number or -1, two axes are -1, "auto" is mixed with axes, the schedule is
@@ -92,6 +94,7 @@ class MeshConfig:
     pp_split: tuple[str, ...] = ()
     zero: int | None = None
     topology: str | None = None
+    device_memory: int | None = None
 
     def __post_init__(self) -> None:
         known = {name.lower(): name for name in (*PP_SCHEDULES, "ZBVZeroBubble")}
@@ -114,6 +117,11 @@ class MeshConfig:
             raise UsageError(f'mesh {self.preset!r} is unknown: use "auto" or axes such as dp_shard=2 ({_axes()})')
         if self.preset == "auto" and any(getattr(self, axis) != 1 for axis in AXES):
             raise UsageError(f'mesh "auto" chooses every axis: leave out {self._named()}, or leave out "auto"')
+        if self.device_memory is not None and (self.preset != "auto" or self.device_memory < 1):
+            raise UsageError(
+                f'device_memory={self.device_memory} is what mesh "auto" may reckon with, in bytes, and the mesh is'
+                f" {self.preset or self._named()}: leave it out"
+            )
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
@@ -159,6 +167,14 @@ class MeshConfig:
             except ValueError:
                 raise UsageError(f"--mesh {text}: {name}={value!r} is not a number; write {name}=2") from None
         return cls(**axes)
+
+    @property
+    def fit(self) -> tuple[int, bool]:
+        """How many ranks it can have: a multiple of the first; or, where the second is True, the first and no more."""
+        if self.preset == "auto":
+            return 1, False
+        sizes = [getattr(self, axis) for axis in AXES]
+        return abs(math.prod(sizes)), -1 not in sizes
 
     def resolve(self, world_size: int, *, auto: MeshShape | None = None) -> MeshShape:
         """The sizes of all axes on ``world_size`` ranks; ``auto`` is what the planner chose.

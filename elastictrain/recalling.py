@@ -17,9 +17,10 @@ from typing import Any
 from elastictrain import runfile
 from elastictrain.channel import key_of
 from elastictrain.checkpoint import CheckpointManager
+from elastictrain.checkpoint.found import Snapshot
 from elastictrain.checkpoint.held import About
 from elastictrain.checkpoint.keeper_process import name_of
-from elastictrain.checkpoint.memory import Memory, Snapshot
+from elastictrain.checkpoint.memory import Memory
 from elastictrain.checkpoint.ranks import Ranks, RoundFailed
 from elastictrain.checkpoint.snapshots import Identity
 from elastictrain.checkpoint.token import has_token, make_token, read_token
@@ -70,7 +71,7 @@ class Recalling:
         """
         if not self._ask_main(lambda: has_token(self._run_dir)):
             return []
-        found = self._meet(recorded)
+        found = self._meet(recorded, newer_than=newer_than)
         return [one for one in found if newer_than is None or one.step > newer_than]
 
     def reader(self, snapshot: Snapshot) -> Any:
@@ -97,11 +98,13 @@ class Recalling:
         assert self._session.run_dir is not None
         return self._session.run_dir
 
-    def _meet(self, recorded: dict[str, Any] | None) -> list[Snapshot]:
+    def _meet(self, recorded: dict[str, Any] | None, *, newer_than: int | None = None) -> list[Snapshot]:
         self._has_met = True
         try:
             found = self._memory.meet(
-                lambda: key_of(read_token(self._run_dir)), lambda abouts: self._are_past(abouts, recorded)
+                lambda: key_of(read_token(self._run_dir)),
+                lambda abouts: self._are_past(abouts, recorded),
+                newer_than=newer_than,
             )
         except RoundFailed as failed:
             for kind in (CheckpointError, UsageError):

@@ -19,8 +19,8 @@ from elastictrain import runfile
 from elastictrain.borrowing import borrow
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError, resolve
 from elastictrain.checkpoint.catalog import step_of
+from elastictrain.checkpoint.found import Snapshot
 from elastictrain.checkpoint.lease import Lease
-from elastictrain.checkpoint.memory import Snapshot
 from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError, ElasticTrainError, NothingKept, UsageError
 from elastictrain.keeping import Restored

@@ -175,7 +175,7 @@ class Trainer:
             raise
         finally:
             lives.close()
-        if self.stopped is StopReason.CHANGE:  # this process cannot, and is not to do anything else
+        if self.stopped is not None and self.stopped.goes_on:  # this process cannot, and is not to do anything else
             raise SystemExit(EXIT_CHANGED)
 
     def _train(
@@ -199,7 +199,7 @@ class Trainer:
             builder.announcer.start([*builder.notes, *lives.notes])
             loop.run()
             self.stopped = loop.stopped
-            if self.stopped is StopReason.CHANGE and lives.goes_on_after_change():
+            if self.stopped is not None and self.stopped.goes_on and lives.goes_on_after_change():
                 builder.announcer.suspend(loop)
                 return False
             lives.leave()

@@ -22,6 +22,7 @@ from typing import Any
 from elastictrain.channel import Channel, ChannelError, Message
 from elastictrain.checkpoint.blocks import Blocks
 from elastictrain.checkpoint.copies import Copier, Tell, send_parts, take_copy
+from elastictrain.checkpoint.found import peers_of
 from elastictrain.checkpoint.held import About, Held, Store, count, text
 from elastictrain.checkpoint.manifest import manifest_json
 from elastictrain.checkpoint.marked import Marked
@@ -44,6 +45,7 @@ class Keeper:
         self._key, self._claim = key, claim
         self.store = Store()
         self.copier = Copier(key)
+        self.rings: list[list[tuple[str, int]]] = []  # where all keepers of a generation are; of two, the newest first
         self._to_hash: queue.SimpleQueue[tuple[Held, Mapping[str, Any], Mapping[str, Any], bool, Tell]] = (
             queue.SimpleQueue()
         )
@@ -228,12 +230,17 @@ class _Conversation:
     def _buddy(self, message: Message) -> None:
         head = message.head
         is_there = head.get("host") is not None
+        ring, rings = peers_of(head.get("ring", [])), self._keeper.rings
+        if ring not in rings[:1]:  # every rank of this node says it
+            self._keeper.rings = [ring, *rings[:1]]
         self._keeper.copier.set_buddy((text(head, "host"), count(head, "port", below=65536)) if is_there else None)
 
     # ---- a start that looks for snapshots ----------------------------------------------------------------------------
 
     def _list(self, message: Message) -> None:
-        self._channel.send({"held": [one.to_json() for one in self._keeper.store.whole()]}, seconds=30.0)
+        peers = dict.fromkeys(peer for ring in self._keeper.rings for peer in ring)
+        said = {"peers": [{"host": host, "port": port} for host, port in peers]}
+        self._channel.send({"held": [one.to_json() for one in self._keeper.store.whole()], **said}, seconds=30.0)
 
     def _find(self, message: Message) -> Held | None:
         held = self._keeper.store.find(text(message.head, "id"), count(message.head, "rank"))

@@ -1,9 +1,11 @@
 """Snapshots in the memory of the nodes' keepers, found and read by a start, in any layout.
 
 :class:`Memory` is this rank's way to all keepers. Ranks meet once (:meth:`Memory.meet`) and tell each other what the keeper
-of each node holds; a snapshot of which every rank's image is somewhere, in whatever keeper, can be restored. Each rank then
-reads the ranges that it needs, through shared memory from its own node's keeper, through the network from others, and
-compares every block with its hash; if one keeper's image is not good, another one's of the same bytes is taken.
+of each node holds; a snapshot of which every rank's image is somewhere, in whatever keeper, can be restored. Where only
+parts are there, the keepers of nodes that took part before and do not now are asked as well: such a node may stand by, or
+its agent alone may have died. Each rank then reads the ranges that it needs, through shared memory from its own node's
+keeper, through the network from others, and compares every block with its hash; if one keeper's image is not good, another
+one's of the same bytes is taken.
 
 On failure: an image that is damaged, or that no keeper gives any more, is a
 :class:`~elastictrain.checkpoint.manifest.DamagedError`, and no target has changed. A keeper that cannot be had is said.
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from typing import Any
 
 from elastictrain.channel import Channel, ChannelError, GoneError
 from elastictrain.checkpoint.copies import PART_SECONDS, connect, receive_parts, receive_parts_into
-from elastictrain.checkpoint.held import MAX_MANIFEST_BYTES, About, count
-from elastictrain.checkpoint.keeper_link import Address, KeeperLink
+from elastictrain.checkpoint.found import Address, Holder, Lists, Snapshot, ask_afar, peers_of
+from elastictrain.checkpoint.held import About
+from elastictrain.checkpoint.keeper_link import KeeperLink
 from elastictrain.checkpoint.keeper_process import connect_local
 from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name
 from elastictrain.checkpoint.marked import Marked
@@ -38,29 +40,7 @@ CONNECT_SECONDS = 5.0
 BUSY_SECONDS = 20.0  # for a keeper that has too many connections
 
 
-@dataclass(frozen=True)
-class Holder:
-    """One keeper that has an image: its index, and the manifest's size and SHA-256."""
-
-    keeper: int
-    manifest_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One that can be restored; ``holders`` are by rank, the best first."""
-
-    about: About  # rank 0's
-    holders: tuple[tuple[Holder, ...], ...]
-
-    @property
-    def step(self) -> int:
-        return self.about.step
-
-    @property
-    def label(self) -> str:
-        return f"the snapshot of step {self.step} in memory"
+_Part = tuple[Address | None, list[dict[str, Any]], list[tuple[str, int]]]  # a rank's keeper, what it holds, its peers
 
 
 @dataclass(frozen=True)
@@ -109,12 +89,15 @@ class Memory:
     def num_keepers(self) -> int:
         return len(self._meeting.keepers)
 
-    def meet(self, key: Callable[[], bytes], fits: Callable[[list[About]], list[bool]]) -> list[Snapshot]:
+    def meet(
+        self, key: Callable[[], bytes], fits: Callable[[list[About]], list[bool]], *, newer_than: int | None = None
+    ) -> list[Snapshot]:
         """Find all keepers, and what they hold. Collective.
 
         Args:
             key: by which this run's processes know each other.
             fits: on rank 0: which of these snapshots are this run's past.
+            newer_than: the step that storage has.
 
         Returns:
             What can be restored, the newest first; the same on all ranks.
@@ -125,21 +108,43 @@ class Memory:
 
         link: KeeperLink | None = None
 
-        def look() -> tuple[Address | None, list[dict[str, Any]]]:
+        def look() -> _Part:
             nonlocal link
             secret = key()
             is_there = not self._first or self._ask(secret)
             link = KeeperLink(lambda: self._find(0.0), secret)
             if is_there:
                 self._find(START_SECONDS)
-            listed: list[dict[str, Any]] = []
+            answer: dict[str, Any] = {}
             if link.open(seconds=MEET_SECONDS) and self._first:
                 link.try_to_send({"kind": "list"})
-                listed = link.answer(seconds=MEET_SECONDS).get("held", [])
-            return link.address if link.is_open else None, listed
+                answer = link.answer(seconds=MEET_SECONDS)
+            address = link.address if link.is_open else None
+            return address, answer.get("held", []), peers_of(answer.get("peers", []))
+
+        def conclude(parts: list[_Part]) -> list[tuple[_Meeting, int]]:
+            """On rank 0: the keepers in the order of ranks, and the snapshots of which everything is there."""
+            assert link is not None
+            lists = Lists()
+            for address, listed, _ in parts:
+                if address is not None:
+                    lists.add(address, listed)
+            found, stored = past(lists), -1 if newer_than is None else newer_than
+            if lists.newest > stored and not any(one.step > stored for one in found):  # part of something is here
+                here = {(one["host"], one["port"]) for one in lists.keepers}
+                gone = dict.fromkeys(peer for *_, peers in parts for peer in peers if peer not in here)
+                answers = ask_afar(list(gone), link.key)
+                for afar, listed in answers:
+                    lists.add(afar, listed)
+                found = past(lists) if answers else found
+            return _meetings(parts, lists, found)
+
+        def past(lists: Lists) -> list[Snapshot]:
+            whole = lists.whole()
+            return [one for one, is_past in zip(whole, fits([one.about for one in whole]), strict=True) if is_past]
 
         try:
-            self._meeting, self.missing = self._ranks.round(look, lambda parts: _conclude(parts, fits))
+            self._meeting, self.missing = self._ranks.round(look, conclude)
         except RoundFailed:  # on every rank: then no rank has a link, whichever of them it was that failed
             if link is not None:
                 link.close()
@@ -158,7 +163,7 @@ class Memory:
     def taker(self, identity: Identity) -> Snapshots:
         """What takes this start's own snapshots."""
         assert self.link is not None
-        return Snapshots(self.link, self._ranks, identity, first=self._first, is_over=self._is_over)
+        return Snapshots(self.link, self._ranks, identity, is_over=self._is_over)
 
     def damaged(self, snapshot: Snapshot) -> None:
         """This rank has read all images of one rank, and each of them differs from its hash."""
@@ -234,48 +239,14 @@ class Memory:
             channel.close()
 
 
-def _conclude(
-    parts: list[tuple[Address | None, list[dict[str, Any]]]], fits: Callable[[list[About]], list[bool]]
-) -> list[tuple[_Meeting, int]]:
-    """On rank 0: the keepers in the order of ranks, and the snapshots of which everything is there."""
-    keepers: list[Address] = []
-    for address, _ in parts:
-        if address is not None and address not in keepers:
-            keepers.append(address)
-    images: dict[str, dict[int, list[tuple[bool, Holder, About]]]] = {}
-    for address, listed in parts:
-        for one in listed:
-            assert address is not None
-            about = About.from_json(one.get("about"))
-            manifest = one.get("manifest")
-            if not isinstance(manifest, dict) or not re.fullmatch("[0-9a-f]{64}", str(manifest.get("sha256"))):
-                raise ChannelError("a keeper lists an image without its manifest")
-            size = count(manifest, "bytes", below=MAX_MANIFEST_BYTES)
-            holder = Holder(keepers.index(address), size, manifest["sha256"])
-            images.setdefault(about.snapshot, {}).setdefault(about.rank, []).append(
-                (one.get("is_copy") is True, holder, about)
-            )
-    found = []
-    for by_rank in images.values():
-        first = next(iter(by_rank.values()))[0][2]
-        is_one = all(
-            (about.step, about.start, about.run, about.world_size)
-            == (first.step, first.start, first.run, first.world_size)
-            for held in by_rank.values()
-            for _, _, about in held
-        )
-        if is_one and by_rank.keys() == set(range(first.world_size)):
-            ordered = [sorted(by_rank[rank], key=lambda one: one[0]) for rank in range(first.world_size)]
-            found.append(Snapshot(ordered[0][0][2], tuple(tuple(one for _, one, _ in held) for held in ordered)))
-    good = fits([one.about for one in found])
-    found = [one for one, is_good in zip(found, good, strict=True) if is_good]
-    found.sort(key=lambda one: (one.step, one.about.start), reverse=True)
-    missing = sum(address is None for address, _ in parts)
-    meetings = [
-        _Meeting(tuple(keepers), None if address is None else keepers.index(address), tuple(found))
-        for address, _ in parts
+def _meetings(parts: Sequence[_Part], lists: Lists, found: Sequence[Snapshot]) -> list[tuple[_Meeting, int]]:
+    """What each rank is told: what there is, and how many ranks have no keeper."""
+    keepers, missing = tuple(lists.keepers), sum(address is None for address, *_ in parts)
+    ordered = tuple(sorted(found, key=lambda one: (one.step, one.about.start), reverse=True))
+    return [
+        (_Meeting(keepers, None if address is None else keepers.index(address), ordered), missing)
+        for address, *_ in parts
     ]
-    return [(meeting, missing) for meeting in meetings]
 
 
 class SnapshotReader(CheckpointReader):

@@ -108,7 +108,6 @@ class Snapshots:
     """Of one generation; takes what is staged, see :class:`~elastictrain.checkpoint.staging.Taker`.
 
     Args:
-        first: this is the rank that speaks for its node.
         is_over: the generation has ended, and nothing is worth waiting for.
 
     Attributes:
@@ -125,10 +124,9 @@ class Snapshots:
         ranks: Ranks,
         identity: Identity,
         *,
-        first: bool,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._link, self._ranks, self._identity, self._first = link, ranks, identity, first
+        self._link, self._ranks, self._identity = link, ranks, identity
         self.is_over = is_over
         self._kept: list[_Kept] = []  # oldest first
         self._given: set[int] = set()  # numbers of arenas that the keeper has
@@ -203,11 +201,12 @@ class Snapshots:
             )
 
     def make_room(self, decided: Order) -> None:
-        if decided.ring is not None and self._first and self._link.address in decided.ring:
+        if decided.ring is not None and self._link.address in decided.ring:  # each rank: its image must not come first
             ring = decided.ring
             buddy = ring[(ring.index(self._link.address) + 1) % len(ring)]
             where = {"host": buddy["host"], "port": buddy["port"]} if len(ring) > 1 else {"host": None}
-            self._buddy = {"kind": "buddy", **where}
+            others = [{"host": one["host"], "port": one["port"]} for one in ring if one["host"] is not None]
+            self._buddy = {"kind": "buddy", **where, "ring": others}
         if self._buddy is not None:
             self._link.try_to_send(self._buddy)
             if self._link.is_open:

@@ -5,6 +5,7 @@ On failure: :class:`~elastictrain.errors.UsageError`, one line with the remedy; 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from elastictrain.runfile import is_same_target
 
 RDZV_CONF = ("join_timeout", "last_call_timeout", "ttl", "beat", "return_delay", "max_return_delay")
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
 # What a script gives to its own Trainer.
 OF_CLASSES = (
     "run_dir",
@@ -33,6 +36,7 @@ OF_CLASSES = (
     "micro_batch_size",
     "mesh",
     "topology",
+    "device_memory",
     "seed",
     "log_every",
     "val_every",
@@ -259,11 +263,22 @@ def _check_names(trainer: dict[str, Any]) -> None:
         parse_callback(text)
     for text in trainer["loggers"]:
         parse_logger(text)
-    if "mesh" in trainer:
-        MeshConfig.parse(trainer["mesh"])
+    memory = trainer.get("device_memory")
+    if memory is not None:
+        memory = trainer["device_memory"] = parse_size(memory)
+    dataclasses.replace(MeshConfig.parse(trainer.get("mesh", "auto")), device_memory=memory)
     if "topology" in trainer:
         read_zones(trainer["topology"])
         trainer["topology"] = os.path.abspath(trainer["topology"])
+
+
+def parse_size(text: str) -> int:
+    """``80GiB``, ``80GB``, ``80G`` (as GiB, the way devices are sold), ``512MiB``, or bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] == "i" or float(match[1]) <= 0:
+        raise UsageError(f"--device-memory {text}: write a size, such as 80GiB")
+    unit = match[2] if text.strip().lower().endswith("b") or not match[2] else match[2][0] + "i"
+    return int(float(match[1]) * _UNITS[unit])
 
 
 # ---- the run directory ---------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from elastictrain.channel import key_of
 from elastictrain.checkpoint.keeper_process import name_of
 from elastictrain.checkpoint.token import has_token, read_token
 from elastictrain.cli.checks import Job, check_world, newest_checkpoint
+from elastictrain.config import MeshConfig
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
+from elastictrain.elastic.fit import Fit
 from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.membership import StopReason
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
@@ -93,7 +95,9 @@ def _rendezvous(job: Job) -> GenerationHandler:
     token_dir = None if job.target.cls is None else job.run_dir
     options = {"local_addr": job.local_addr, **job.rdzv_conf}
     parameters = RendezvousParameters(BACKEND, job.endpoint, job.rdzv_id, job.min_nodes, job.max_nodes, **options)
-    handler = create(parameters, num_workers=job.num_workers, has_steps=True, say=_print, token_dir=token_dir)
+    mesh = MeshConfig.parse(job.trainer.get("mesh", "auto"))  # a script's is not known
+    fit = Fit(*mesh.fit, mesh=str(mesh))
+    handler = create(parameters, fit=fit, num_workers=job.num_workers, has_steps=True, say=_print, token_dir=token_dir)
     many = str(job.min_nodes) if job.min_nodes == job.max_nodes else f"{job.min_nodes} to {job.max_nodes}"
     _print(f"waiting for {many} nodes at {job.endpoint}")
     return handler

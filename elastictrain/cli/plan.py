@@ -7,7 +7,6 @@ directory. On failure: bad input is one line and exit code 2, before torch is im
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from elastictrain.parallel.planner import Devices, Layout, Plan
 
 SHOWN = 12  # layouts of the table, unless all are asked for
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @click.command(context_settings=CONTEXT)
@@ -84,7 +82,7 @@ def _check(text: str, options: dict[str, Any]) -> _Question:
     """Everything that can be told without torch, then what only torch knows: the GPUs here."""
     from elastictrain.callbacks.registry import parse_callback
     from elastictrain.cli import target as targets
-    from elastictrain.cli.checks import check_sizes, parse_nnodes, parse_settings, parse_workers
+    from elastictrain.cli.checks import check_sizes, parse_nnodes, parse_settings, parse_size, parse_workers
     from elastictrain.config import MeshConfig
 
     target, source = targets.resolve(text)
@@ -114,15 +112,6 @@ def _check(text: str, options: dict[str, Any]) -> _Question:
         memory = memory or device_bytes(device, workers)
     sizes = options["global_batch_size"], options["micro_batch_size"]
     return _Question(target, settings, options["callbacks"], mesh, most, workers, memory, *sizes)
-
-
-def parse_size(text: str) -> int:
-    """``80GiB``, ``80GB``, ``80G`` (as GiB, the way devices are sold), ``512MiB``, or bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] == "i" or float(match[1]) <= 0:
-        raise UsageError(f"--device-memory {text}: write a size, such as 80GiB")
-    unit = match[2] if text.strip().lower().endswith("b") or not match[2] else match[2][0] + "i"
-    return int(float(match[1]) * _UNITS[unit])
 
 
 def _only(question: _Question, num_ranks: int) -> MeshShape | None:

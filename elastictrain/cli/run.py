@@ -109,6 +109,11 @@ class StepsOrAuto(click.ParamType):  # type: ignore[type-arg]  # newer clicks ma
     metavar="FILE",
     help="The zone or switch of each node, as YAML or JSON: 'node: zone'. Shards then stay within a zone. [none]",
 )
+@option(
+    "--device-memory",
+    metavar="SIZE",
+    help="What --mesh auto may reckon with for each worker, such as 40GiB. [its GPU's, or its part of this machine's]",
+)
 @option("--seed", type=click.IntRange(min=0), metavar="N", help="Seed of weights, order and dropout. [0]")
 @option("--log-every", type=POSITIVE, metavar="N", help="Log every N steps. [10]")
 @option("--val-every", type=POSITIVE, metavar="N", help="Validate every N steps. [after every epoch]")

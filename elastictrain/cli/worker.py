@@ -83,7 +83,8 @@ def _load(mine: AgentMembership, target: Target, job: dict[str, Any]) -> Callabl
     mine.settings = {key: _plain(value) for key, value in values.items()}
     options = dict(job["trainer"])
     mesh = MeshConfig.parse(options.pop("mesh", "auto"))
-    options["mesh"] = dataclasses.replace(mesh, topology=options.pop("topology", None))
+    more = {name: options.pop(name, None) for name in ("topology", "device_memory")}
+    options["mesh"] = dataclasses.replace(mesh, **more)
     how: dict[str, Any] = {}
     if "checkpoint_every" in options:
         every = options.pop("checkpoint_every")

@@ -298,10 +298,17 @@ class Agent(PlacedAgent):
         reached = max(self._cells.steps())
         self._furthest = max(self._furthest, reached)
         noticed, seconds = time.time(), self._config.kill_after if seconds is None else seconds
+        workers = list(self._crew.workers)
         num_living, ended = self._crew.end(self._generation, self._cells, seconds=seconds, keeps=keeps)
         self._history |= {"ended": noticed if ended is None else min(noticed, ended), "reached": reached}
         if keeps and self._failure:
             self._say(f"{self._failure}: restarting {self._config.all_but(num_living)} {FROM_NEWEST} ({self._budget})")
+        elif keeps:  # another node is what has ended the generation, and these have not outlived it
+            for worker in workers:
+                report = Report.read(self._reports, worker.rank)
+                if report is None or report.lost_peer or report.kind == "replace" or worker.code in (None, *IN_ORDER):
+                    continue
+                self._say(f"worker rank {worker.rank} (pid {worker.pid}) is replaced: {report.line or report.message}")
         if self._published is not None:
             self._published.end()
         self._cells.close()
@@ -402,7 +409,6 @@ class Agent(PlacedAgent):
 
     def _why(self, agreed: Generation) -> StopReason:
         """What the workers of all nodes are told: a checkpoint is needed where memory may not be enough."""
-        gone = {one.node for one in self._handler.members} - {one.node for one in agreed.members}
-        if agreed.members and not agreed.is_paused and len(gone) <= 1:
-            return StopReason.CHANGE
-        return self._reason or StopReason.PREEMPT
+        if not agreed.members:
+            return self._reason or StopReason.PREEMPT
+        return StopReason.STORE if agreed.is_paused or agreed.num_leaving > 1 else StopReason.CHANGE

@@ -98,7 +98,7 @@ class Agreement:
         )  # in this order: once it is agreed, nothing is asked any more
         if agreed is not None:
             self.step, self.reason = agreed.boundary, self._why(agreed)
-            self._cells.write(VERDICT, (agreed.boundary + 1) * 4 + self.reason.code)
+            self._cells.write(VERDICT, (agreed.boundary + 1) * 8 + self.reason.code)
             return
         if asked is not self._asked:
             self._take(asked)

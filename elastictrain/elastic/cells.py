@@ -11,7 +11,7 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``ASKED`` | worker | code of the reason for which the worker itself was asked to stop by a signal; 0: not asked |
 | ``ACKED`` | worker | 1 + the limit that the worker promised not to pass; 0: none |
 | ``LIMIT`` | agent | 1 + the step at which all shall stop; 0: nothing asked, or no more |
-| ``VERDICT`` | agent | (1 + limit) * 4 + code of the reason, once every worker has acked that limit; 0: none |
+| ``VERDICT`` | agent | (1 + limit) * 8 + code of the reason, once every worker has acked that limit; 0: none |
 | ``ABORT`` | agent | 1: this generation is over, and SIGTERM means "unwind now" |
 | ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
 | ``LIVES`` | worker | 1: the worker can go on in the next generation, see :mod:`elastictrain.lives` |
@@ -37,10 +37,17 @@ class StopReason(StrEnum):
     INTERRUPT = "interrupt"  # a person pressed Ctrl-C
     PREEMPT = "preempt"  # the scheduler takes the machine back
     CHANGE = "change"  # nodes come or go: what the next generation goes on from is to be there, and the run goes on
+    STORE = "store"  # the same, where it is to be on storage: memory may not outlive so many nodes, or for so long
 
     @property
     def code(self) -> int:
+        """From 1 to 7."""
         return _REASONS.index(self) + 1
+
+    @property
+    def goes_on(self) -> bool:
+        """Another generation of the run follows."""
+        return self in (StopReason.CHANGE, StopReason.STORE)
 
 
 _REASONS = list(StopReason)

@@ -91,6 +91,8 @@ class Generation:
         first: the number of the job's first generation.
         is_paused: its members are fewer than the run needs: they wait together, and nobody trains.
         size: the run's as it was formed.
+        num_leaving: of the members of the one before, those that leave in good order. Others that are not in this one are
+            lost, or stand by.
     """
 
     number: int = 0
@@ -102,6 +104,7 @@ class Generation:
     first: int = 0
     is_paused: bool = False
     size: Size = Size()
+    num_leaving: int = 0
 
     def rank_of(self, node: str) -> int | None:
         """The rank of a node; None: it is no member."""
@@ -111,7 +114,7 @@ class Generation:
         members = [member.to_json() for member in self.members]
         return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
                 "reason": self.reason, "job": self.job, "first": self.first, "paused": self.is_paused,
-                "size": self.size.to_json()}  # fmt: skip
+                "size": self.size.to_json(), "leaving": self.num_leaving}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -196,10 +199,10 @@ def generation_from_json(data: Any) -> Generation:
             or len({member.node for member in members}) != len(members)
         ):
             raise ValueError("boundary or members")
-        number, epoch, first = (_count(data[name]) for name in ("number", "epoch", "first"))
+        number, epoch, first, leaving = (_count(data[name]) for name in ("number", "epoch", "first", "leaving"))
         reason, job = _text(data["reason"]), _text(data["job"])
         size = size_from_json(data["size"])
-        return Generation(number, epoch, members, boundary, reason, job, first, is_paused, size)
+        return Generation(number, epoch, members, boundary, reason, job, first, is_paused, size, leaving)
     except (KeyError, TypeError, ValueError) as error:
         raise ChainError(f"not a generation: {error!r}") from error
 
@@ -264,9 +267,9 @@ def check_follows(before: Entry, after: Entry) -> None:
 
 
 def _fits(new: Generation) -> bool:
-    """Are its members as many as its own size says?"""
+    """Are its members as many as its own size says? Enough of them may be paused as well, where they make no mesh."""
     is_too_few = len(new.members) < new.size.min_nodes
-    return len(new.members) <= new.size.max_nodes and new.is_paused == is_too_few
+    return len(new.members) <= new.size.max_nodes and (new.is_paused or not is_too_few)
 
 
 def difference(before: Generation, after: Generation) -> Message:
@@ -283,6 +286,7 @@ def difference(before: Generation, after: Generation) -> Message:
         "first": after.first,
         "paused": after.is_paused,
         "size": after.size.to_json(),
+        "leaving": after.num_leaving,
     }
 
 
@@ -300,10 +304,10 @@ def changed(before: Generation, message: Message) -> Generation:
     gone = set(message["gone"])
     stay = tuple(member for member in before.members if member.node not in gone)
     members = stay + members_from_json(message["come"])
-    epoch, boundary, first = (int(message[name]) for name in ("epoch", "boundary", "first"))
+    epoch, boundary, first, leaving = (int(message[name]) for name in ("epoch", "boundary", "first", "leaving"))
     reason, job = str(message["reason"]), str(message["job"])
     size = size_from_json(message["size"])
-    return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True, size)
+    return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True, size, leaving)
 
 
 def _member(data: Any) -> Member:

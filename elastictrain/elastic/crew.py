@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elastictrain.elastic.cells import ABORT, LIVES, LOST, PHASE, READY, Cells, Phase
 from elastictrain.elastic.line import Place
 from elastictrain.elastic.processes import WorkerProcess, stop_all
+from elastictrain.elastic.stalls import have_stacks_written
 
 SPARE_AFTER = 5.0  # seconds of training before spares start: a start takes a core for as long, and short runs need none
 SPARE_DEATHS = 3  # of spares before their first place, after which there are none
@@ -144,7 +145,12 @@ class Crew:
             waiting -= {i for i in waiting if cells.views[i][PHASE] == Phase.CLOSED}
             if waiting:
                 time.sleep(TICK)
-        stop_all([self.workers[i] for i in waiting], seconds=0)
+        late = [self.workers[i] for i in sorted(waiting)]
+        if late:
+            ranks = ", ".join(f"rank {worker.rank} (pid {worker.pid})" for worker in late)
+            self._say(f"replaced, as they have not let go of their generation within {LET_GO_SECONDS:g} s: {ranks}")
+            have_stacks_written(late)
+            stop_all(late, seconds=0)
         return [i for i in living if self.workers[i].poll() is None]
 
     def stop(self, *, seconds: float) -> None:

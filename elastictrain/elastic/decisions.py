@@ -86,11 +86,12 @@ def in_words(
     before, after = {one.node for one in old.members}, {one.node for one in wanted}
     gone = sorted(before - after)
     surplus = [name for name in gone if name in here and name not in leaving]
+    why = f"MAX is {size.max_nodes}: " if len(wanted) >= size.max_nodes else ""  # else the mesh has no place
     parts = [
         _listed("lost", [name for name in gone if name not in here]),
         _listed("left", [name for name in gone if name in leaving]),
         _listed("joined", sorted(after - before)),
-        _listed(f"MAX is {size.max_nodes}: standing by", surplus),
+        _listed(f"{why}standing by", surplus),
         f"{size.min_nodes} nodes are needed" if len(wanted) < size.min_nodes else "",
     ]
     return "; ".join(part for part in parts if part) or ("workers failed" if renew else "enough nodes")

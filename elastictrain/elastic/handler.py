@@ -42,12 +42,13 @@ from elastictrain.checkpoint.token import VARIABLE
 from elastictrain.elastic.actions import Promise
 from elastictrain.elastic.chain import Generation, Member, Size
 from elastictrain.elastic.endpoint import host_and_port, key_in, listen_if_mine, own_address
+from elastictrain.elastic.fit import Fit
 from elastictrain.elastic.links import listen
 from elastictrain.elastic.node import RunNode
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, Meeting, free_port
 from elastictrain.elastic.runlog import FixedLog, Log, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
-from elastictrain.elastic.waiting import size_in_words, why_it_waits
+from elastictrain.elastic.waiting import size_in_words, why_it_stands_by, why_it_waits
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
@@ -328,15 +329,23 @@ class RunRendezvous(GenerationHandler):
     @property
     def _may_wait_on(self) -> bool:
         """Not only for the run's first nodes: for others to come back, or to go."""
-        is_full = len(self._node.generation.members) >= self._node.size.max_nodes
         is_kept_out = time.monotonic() < self._node.kept_out[1]
-        return self._has_steps and (self._current.number > 0 or is_full or is_kept_out)
+        return self._has_steps and (self._current.number > 0 or bool(self._stands_by) or is_kept_out)
+
+    @property
+    def _stands_by(self) -> str:
+        """Why nodes train, and this one does not; empty: it does, or may soon, or nobody does."""
+        node = self._node
+        return why_it_stands_by(node.generation, node.size, me=node.me, timing=self._timing)
 
     def _tell_that_it_waits(self) -> None:
-        node, newest = self._node, self._node.generation
-        has_trained = self._current.number > 0
-        line = why_it_waits(
-            newest, node.size, is_member=self.is_in(newest), has_trained=has_trained, kept_out=node.kept_out
+        node, has_trained = self._node, self._current.number > 0
+        line = self._stands_by or why_it_waits(
+            node.size,
+            is_member=self.is_in(node.generation),
+            has_trained=has_trained,
+            kept_out=node.kept_out,
+            needs=self._timing.fit.needs,
         )
         if line and line != self._told:
             self._told = line
@@ -384,12 +393,17 @@ def get_handler() -> Callable[[RendezvousParameters], RunRendezvous]:
     return create
 
 
-def create(parameters: RendezvousParameters, **more: Any) -> RunRendezvous:
-    """A handler from torchrun's options, and what else :class:`RunRendezvous` may be given."""
+def create(parameters: RendezvousParameters, *, fit: Fit = Fit(), **more: Any) -> RunRendezvous:  # noqa: B008 - frozen
+    """A handler from torchrun's options, and what else :class:`RunRendezvous` may be given.
+
+    Args:
+        fit: what the mesh asks of the number of workers.
+    """
     try:
         timing = Timing(
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
+            fit=fit,
             form=float(parameters.get("last_call_timeout", 1.0)),
             ttl=float(parameters.get("ttl", Timing.ttl)),
             beat=float(parameters.get("beat", Timing.beat)),

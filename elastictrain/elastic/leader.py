@@ -234,7 +234,10 @@ class Leader:
         return out
 
     def _wanted(self, losses: tuple[Loss, ...], now: float, out: list[Decision]) -> tuple[Member, ...]:
-        """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by."""
+        """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by.
+
+        Where they are not enough, all that are there.
+        """
         old = [one.node for one in self.generation.members]
         stay = [node for node in old if node in self.nodes and not self.nodes[node].is_leaving]
         known, hosts = set(old), {self.nodes[name].member.host for name in old if name in self.nodes}
@@ -250,8 +253,7 @@ class Leader:
         if 0 < missing <= len(waits):  # nobody would train without them
             may += soonest[:missing]
         self._keep_out({name: waits[name] for name in soonest if name not in may}, now, out)
-        chosen = (stay + sorted(may, key=natural))[: self.size.max_nodes]
-        return tuple(self.nodes[name].member for name in chosen)
+        return self.timing.choose([self.nodes[name].member for name in stay + sorted(may, key=natural)], self.size)
 
     def _keep_out(self, waits: dict[str, tuple[int, float]], now: float, out: list[Decision]) -> None:
         self._let_in_at = min((now + seconds for _, seconds in waits.values()), default=None)
@@ -317,7 +319,7 @@ class Leader:
             self._is_due_again = due
             return
         self._is_due_again = None
-        is_enough, is_paused = len(wanted) >= size.min_nodes, self.generation.is_paused
+        is_enough, is_paused = self.timing.is_enough(wanted, size), self.generation.is_paused
         nobody_trains = not members or is_paused
         is_sudden = len(here) < len(members) or nobody_trains or self._renew
         must_form = self._renew or (bool(members) and is_paused == is_enough)
@@ -357,8 +359,9 @@ class Leader:
             job, first = old.job, old.first
         else:  # nobody is left who could go on with it
             job, first = f"{wanted[0].node}/{number}", number
-        is_paused = len(wanted) < size.min_nodes
-        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused, size)
+        is_paused = not self.timing.is_enough(wanted, size)
+        leaving = sum(one.node in self.nodes and self.nodes[one.node].is_leaving for one in old.members)
+        generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused, size, leaving)
         self._commit(self.entry.with_generation(generation, losses), out)
 
     def _commit(self, entry: Entry, out: list[Decision]) -> None:

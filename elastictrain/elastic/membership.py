@@ -61,6 +61,7 @@ class Membership:
 
     Attributes:
         rank, world_size, local_rank, local_world_size, node_rank: as torchrun counts them.
+        num_nodes: of which some may have more workers than others.
         generation: how often the workers were started before, in this call of ``elastictrain run``.
         target: what ``run.json`` records as the thing that runs; None where only the script knows.
         settings: the ``--set`` values.
@@ -89,6 +90,7 @@ class Membership:
         self.local_rank = _number("LOCAL_RANK", self.rank)
         self.local_world_size = _number("LOCAL_WORLD_SIZE", self.world_size)
         self.node_rank = _number("GROUP_RANK", 0)
+        self.num_nodes = _number("GROUP_WORLD_SIZE", max(1, self.world_size // max(1, self.local_world_size)))
         self.settings: dict[str, Any] = {}
         self.agent_pid = os.getpid()
         self.history: dict[str, float] = {}
@@ -251,8 +253,8 @@ class AgentMembership(Membership):
                 return None  # left that boundary before the limit was seen: the agent reads STEP and raises it
             cell[ACKED] = limit + 1
             verdict = cell[VERDICT]
-            if verdict >> 2 == limit + 1:
-                self.stopped = reason_of(verdict & 3)
+            if verdict >> 3 == limit + 1:
+                self.stopped = reason_of(verdict & 7)
             elif self.is_over:
                 raise GenerationOver(f"generation {self.generation} is over")
             else:

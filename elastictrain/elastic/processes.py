@@ -138,6 +138,7 @@ def place_environment(group: Any, worker: Any, generation: int) -> dict[str, str
         "WORLD_SIZE": str(worker.world_size),
         "LOCAL_RANK": str(worker.local_rank),
         "GROUP_RANK": str(group.group_rank),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 import elastictrain
-from elastictrain.elastic.membership import AgentMembership, StopReason
+from elastictrain.elastic.membership import AgentMembership
 from elastictrain.errors import (
     EXIT_CHANGED,
     EXIT_FAILED,
@@ -134,7 +134,7 @@ def guarded(mine: AgentMembership, body: Callable[[], None], *, retry: bool = Tr
     except SystemExit as error:
         if error.code in (None, EXIT_FINISHED, EXIT_PREEMPTED):
             return EXIT_PREEMPTED if error.code else EXIT_FINISHED
-        if error.code == EXIT_CHANGED and mine.stopped is StopReason.CHANGE:
+        if error.code == EXIT_CHANGED and mine.stopped is not None and mine.stopped.goes_on:
             return EXIT_CHANGED
         raised: BaseException = error
     except BaseException as error:
@@ -142,7 +142,7 @@ def guarded(mine: AgentMembership, body: Callable[[], None], *, retry: bool = Tr
     else:
         if mine.stopped is None:
             return EXIT_FINISHED
-        return EXIT_CHANGED if mine.stopped is StopReason.CHANGE else EXIT_PREEMPTED
+        return EXIT_CHANGED if mine.stopped.goes_on else EXIT_PREEMPTED
     if mine.is_over:
         return EXIT_FAILED
     report = describe(raised, rank=mine.rank, step=mine.step, retry=retry)

@@ -50,15 +50,23 @@ class Stalls:
         stalled = now - self._since
         if not self._seconds or stalled < self._seconds * (START if max(cells.steps()) < 0 else 1):
             return None
-        for worker, phase in zip(workers, cells.phases(), strict=True):
-            if worker.poll() is None and phase == Phase.RUNNING:  # before that it does not know the signal
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, STACKS)
-        time.sleep(WRITE_SECONDS)
+        pairs = zip(workers, cells.phases(), strict=True)
+        have_stacks_written(
+            [one for one, phase in pairs if phase == Phase.RUNNING]
+        )  # before, it does not know the signal
         ranks = ", ".join(
             f"rank {worker.rank} at step {step}" for worker, step in zip(workers, cells.steps(), strict=True)
         )
         return f"no worker has made progress for {stalled:.0f} s ({ranks})"
+
+
+def have_stacks_written(workers: Sequence[WorkerProcess]) -> None:
+    """Returns when they have had the time for it; a worker that is stopped writes nothing."""
+    for worker in workers:
+        if worker.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, STACKS)
+    time.sleep(WRITE_SECONDS)
 
 
 class Lingering:

@@ -1,10 +1,12 @@
-"""How long the nodes of a run wait for what: numbers alone, which all parts of the protocol share."""
+"""How long the nodes of a run wait for what, and how many they are to be: numbers that all parts of the protocol share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.elastic.chain import Size
+from elastictrain.elastic.chain import Member, Size
+from elastictrain.elastic.fit import Fit
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,7 @@ class Timing:
 
     Args:
         min_nodes, max_nodes: see :attr:`size`.
+        fit: nodes that the mesh has no place for stand by, and where no mesh can be formed, nothing is.
         beat: seconds between two signs of life; more with many nodes, see :meth:`beat_for`.
         ttl: seconds of silence after which a node, or the leader, is taken for lost.
         settle, gather: seconds that losses, and joins, wait for others like them.
@@ -31,6 +34,7 @@ class Timing:
 
     min_nodes: int = 1
     max_nodes: int = 1 << 20
+    fit: Fit = Fit()  # noqa: RUF009 - frozen
     beat: float = 0.25
     ttl: float = 2.0
     settle: float = 0.02
@@ -50,6 +54,16 @@ class Timing:
     def size(self) -> Size:
         """What this node's command says: that of a run which begins with it."""
         return Size(self.min_nodes, self.max_nodes)
+
+    def is_enough(self, members: Sequence[Member], size: Size) -> bool:
+        """Can these train together, in a run of that size?"""
+        return len(members) >= size.min_nodes and self.fit.holds([one.workers for one in members])
+
+    def choose(self, members: Sequence[Member], size: Size) -> tuple[Member, ...]:
+        """Those of them who train, if they are enough; the first rather than the last. Else all of them, who then wait."""
+        there = members[: size.max_nodes]
+        chosen = tuple(there[place] for place in self.fit.choose([one.workers for one in there]))
+        return chosen if self.is_enough(chosen, size) else tuple(there)
 
     def beat_for(self, num_nodes: int) -> float:
         """So that the leader of a large run reads about 2,500 signs of life a second and no more."""

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import time
 
-from elastictrain.elastic.chain import Generation, Size
+from elastictrain.elastic.chain import Generation, Member, Size
+from elastictrain.elastic.timing import Timing
 
 
-def why_it_waits(
-    generation: Generation, size: Size, *, is_member: bool, has_trained: bool, kept_out: tuple[int, float]
-) -> str:
-    """One line; empty: nothing that is worth saying.
+def why_it_stands_by(generation: Generation, size: Size, *, me: Member, timing: Timing) -> str:
+    """Why nodes train, and this one does not, in one line; empty: it does, or may soon, or nobody does.
 
     Args:
         generation: the newest one.
         size: the run's.
-        is_member: this node is, of that one.
-        has_trained: its workers have, in an earlier one.
-        kept_out: how often its host was lost, and until when it is not let in, by :func:`time.monotonic`.
     """
-    there, (times, until) = len(generation.members), kept_out
+    there = generation.members
+    if not there or generation.is_paused or me in there:
+        return ""
+    if len(there) >= size.max_nodes:
+        return f"{len(there)} nodes train, which is MAX of this run's {size}: standing by until one goes"
+    if me in timing.choose([*there, me], size):
+        return ""
+    return f"{len(there)} nodes train, and {timing.fit.needs}: standing by until there is a place"
+
+
+def why_it_waits(size: Size, *, is_member: bool, has_trained: bool, kept_out: tuple[int, float], needs: str) -> str:
+    """One line; empty: nothing that is worth saying.
+
+    Args:
+        size: the run's.
+        is_member: this node is, of the newest generation.
+        has_trained: this node's workers have, in an earlier generation.
+        kept_out: how often its host was lost, and until when it is not let in, by :func:`time.monotonic`.
+        needs: what the mesh does, in words.
+    """
+    times, until = kept_out
     left = until - time.monotonic()
-    if there >= size.max_nodes and not is_member:
-        return f"{there} nodes train, which is MAX of this run's {size}: standing by until one goes"
     if left > 0 and not is_member:
         when = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         return f"this host was lost {times} times in short: it is let in again at {when}"
-    if has_trained:
-        return f"waiting for nodes, of which at least {size.min_nodes} are needed; what this node keeps in memory stays"
-    return ""
+    if not has_trained and not needs:
+        return ""
+    line = f"waiting for nodes, of which at least {size.min_nodes} are needed" + (f"; {needs}" if needs else "")
+    return line + ("; what this node keeps in memory stays" if has_trained else "")
 
 
 def size_in_words(size: Size, own: Size) -> str:

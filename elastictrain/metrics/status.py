@@ -21,7 +21,7 @@ from elastictrain.rundir import RunDir, without_user
 
 SILENT = 120.0
 
-_OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted", "change": "changing"}
+_OUTCOMES = {"interrupt": "interrupted", "preempt": "preempted", "change": "changing", "store": "changing"}
 _GO_ON = ("running", "changing")  # states that last only as long as somebody is heard
 
 

@@ -202,7 +202,7 @@ def lay_out(
     notes: list[str] = [] if ranks.zones is None else [f"topology: {ranks.zones}"]
     shape: MeshShape | None = None
     if mesh.preset == "auto" and ranks.world_size > 1:
-        shape, why = _choose(task, ranks, local_world_size, measure)
+        shape, why = _choose(task, ranks, local_world_size, mesh.device_memory, measure)
         notes.append(f"mesh auto: {why}")
     shape = mesh.resolve(ranks.world_size, auto=shape)
     if (costly := topology.warning(shape, local_world_size)) is not None:
@@ -271,14 +271,14 @@ def _cut(task: nn.Module, mesh: MeshConfig, pp: int, plan: StepPlan) -> Cut:
 
 
 def _choose(
-    task: nn.Module, ranks: Ranks, local_world_size: int, measure: Callable[[], Model] | None
+    task: nn.Module, ranks: Ranks, local_world_size: int, num_bytes: int | None, measure: Callable[[], Model] | None
 ) -> tuple[MeshShape, str]:
     """What the planner says; every rank asks it, and takes rank 0's answer. A collective."""
-    there = ranks.gather((device_bytes(ranks.device, local_world_size), local_world_size))
+    there = ranks.gather((num_bytes or device_bytes(ranks.device, local_world_size), local_world_size))
     devices = Devices(
         ranks.world_size,
         ranks_per_node=math.gcd(*(local for _, local in there)),
-        num_bytes=min(num_bytes for num_bytes, _ in there),
+        num_bytes=min(of_one for of_one, _ in there),
     )
     parameter_bytes = sum(p.numel() * p.element_size() for p in task.parameters())
     weigh = measure or (lambda: Model(tuple(parts_of(task, part_names(task), {}))))

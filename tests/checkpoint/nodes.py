@@ -12,9 +12,10 @@ from typing import Any
 
 from elastictrain.channel import Channel, key_of
 from elastictrain.checkpoint import CheckpointManager
+from elastictrain.checkpoint.found import Snapshot
 from elastictrain.checkpoint.held import About
 from elastictrain.checkpoint.keeper_process import KeeperProcess, connect_local
-from elastictrain.checkpoint.memory import Memory, Snapshot
+from elastictrain.checkpoint.memory import Memory
 from elastictrain.checkpoint.ranks import Ranks
 from elastictrain.checkpoint.snapshots import Identity
 from tests.checkpoint.states import manager
@@ -91,10 +92,11 @@ def meet(
     world_size: int = 1,
     first: bool = True,
     fits: Callable[[list[About]], list[bool]] = lambda abouts: [True] * len(abouts),
+    newer_than: int | None = None,
 ) -> tuple[Memory, list[Snapshot]]:
     """What a start does: meet all keepers."""
     memory = Memory(Ranks(rank, world_size), first=first, ask=lambda key: True, find=lambda seconds: address)
-    return memory, memory.meet(lambda: KEY, fits)
+    return memory, memory.meet(lambda: KEY, fits, newer_than=newer_than)
 
 
 def taking(

@@ -56,7 +56,7 @@ def test_the_newest_whole_one_is_filled_anew_last_even_where_nothing_can_be_copi
         def try_to_send(self, head: dict[str, Any]) -> None:
             pass
 
-    taken = Snapshots(Link(), Ranks(0, 1), Identity(RUN, "a job", 1), first=False)  # type: ignore[arg-type]
+    taken = Snapshots(Link(), Ranks(0, 1), Identity(RUN, "a job", 1))  # type: ignore[arg-type]
     parts = [({"host": host, "port": 1}, list[Any]()) for host in ("here", "there")]
     for _ in range(3):  # three are staged, the first one was hashed, and its copy has failed on both nodes
         for _, states in parts:
@@ -92,7 +92,6 @@ def test_nothing_is_waited_for_once_the_generation_is_over() -> None:
         Link(),  # type: ignore[arg-type]
         Ranks(0, 1),
         Identity(RUN, "a job", 1),
-        first=True,
         is_over=lambda: len(looks) > 3,
     )
     taken._kept.append(_Kept("one", 10, None, is_whole=True, copies=True, has_buddy=True))  # type: ignore[arg-type]
@@ -109,7 +108,7 @@ def test_a_buddy_that_could_not_be_told_is_told_later() -> None:
                 said.append((head["kind"], head["host"]))
 
     said, link = list[Any](), Link()
-    taken = Snapshots(link, Ranks(0, 1), Identity(RUN, "a job", 1), first=True)  # type: ignore[arg-type]
+    taken = Snapshots(link, Ranks(0, 1), Identity(RUN, "a job", 1))  # type: ignore[arg-type]
     parts = [({"host": host, "port": 1}, list[Any]()) for host in ("here", "there")]
     for is_open in (False, True, True):
         link.is_open = is_open

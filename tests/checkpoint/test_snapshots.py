@@ -100,6 +100,7 @@ def test_a_node_that_dies_with_its_keeper_costs_nothing(two_nodes: list[Node], t
     _take_all(str(tmp_path), [one.address, other.address])
     wait_until(lambda: one.steps(rank=1, is_copy=True) and other.steps(rank=0, is_copy=True))
     copied = one.steps(rank=1, is_copy=True)[-1]
+    _find_what_is_elsewhere(other, step=other.steps(rank=0, is_copy=True)[-1])
     other.kill()
     again = Node(other.name)  # a new keeper, which holds nothing
     try:
@@ -107,6 +108,24 @@ def test_a_node_that_dies_with_its_keeper_costs_nothing(two_nodes: list[Node], t
         assert copied in run_ranks(_restore, 3, [one.address, one.address, again.address], copied, timeout=120)[2]
     finally:
         again.end()
+
+
+def _find_what_is_elsewhere(node: Node, *, step: int) -> None:
+    """A start on this node alone, which is left with copies of another one's: that one stands by, with its own images."""
+    channel = node.connect()
+    for held in node.held():
+        if not held["is_copy"]:
+            channel.send({"kind": "drop", "id": held["about"]["snapshot"], "rank": held["about"]["rank"]})
+    wait_until(lambda: not node.steps(rank=1))
+    channel.close()
+    memory, found = meet(node.address)
+    wanted = next(one for one in found if one.step == step)
+    targets = blank(expected())
+    memory.open(wanted).load(targets)
+    assert_equal(targets, expected(seed=step))
+    assert memory.num_keepers == 2
+    memory.hang_up()
+    assert meet(node.address, newer_than=step)[1] == [], "what storage has as well is not looked for"
 
 
 # ---- what is held ---------------------------------------------------------------------------------------------------

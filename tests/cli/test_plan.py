@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastictrain.cli import main as main_module
-from elastictrain.cli.plan import parse_size
+from elastictrain.cli.checks import parse_size
 from elastictrain.errors import UsageError
 from tests.cli.test_usage import ROOT, refused, tree
 

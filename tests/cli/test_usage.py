@@ -117,6 +117,11 @@ BAD = [
     (["net.py", "--global-batch-size", "4", "--micro-batch-size", "8"], "--global-batch-size 4 is smaller than"),
     (["net.py", "--mesh", "dp=2"], "--mesh dp=2: 'dp' is not a mesh axis"),
     (["net.py", "--mesh", "dp_shard=2", "--nproc-per-node", "3"], "mesh dp_shard=2 needs 2 ranks and there are 3"),
+    (["net.py", "--device-memory", "big"], "--device-memory big: write a size, such as 80GiB"),
+    (
+        ["net.py", "--device-memory", "1GiB", "--mesh", "tp=1,dp_shard=-1"],
+        'is what mesh "auto" may reckon with, in bytes',
+    ),
     (["net.py", "--topology", "none.yaml"], "topology none.yaml cannot be read (No such file or directory): check"),
     (["net.py", "--topology", "net.py"], "topology net.py, line 4: mapping values are not allowed here"),
     (["plain.py", "--topology", "net.py"], "and --topology cannot reach its Trainer"),

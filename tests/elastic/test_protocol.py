@@ -14,6 +14,7 @@ from elastictrain.elastic.actions import Close, Create, Send
 from elastictrain.elastic.chain import Entry, Generation, Member
 from elastictrain.elastic.decisions import Decision, Prepare
 from elastictrain.elastic.election import Election
+from elastictrain.elastic.fit import Fit
 from elastictrain.elastic.leader import Leader
 from elastictrain.elastic.leading import Leading
 from elastictrain.elastic.nodes import Node as Seen
@@ -21,15 +22,20 @@ from elastictrain.elastic.protocol import Peer
 from elastictrain.elastic.timing import Timing
 from tests.elastic.world import TIMING, Node, World
 
+PAIRS = replace(TIMING, fit=Fit(2))
+
 
 def check(seeds: range) -> tuple[int, int, int]:
-    """Of all of them: epochs, leaders that were fenced, and whether the last generation was a planned one."""
+    """Of all of them: epochs, leaders that were fenced, and whether the last generation was a planned one.
+
+    In every third of them the mesh takes nodes in pairs.
+    """
     epochs = fenced = planned = 0
     gc.freeze()  # or each collection would look at all of torch again
     try:
         for seed in seeds:
             try:
-                world = World(seed).run()
+                world = World(seed, timing=PAIRS if seed % 3 == 0 else TIMING).run()
             except AssertionError as error:
                 raise AssertionError(f"World({seed}).run() fails: {error}") from error
             epochs, fenced = epochs + world.log[-1].epoch, fenced + world.num_fenced
@@ -185,6 +191,69 @@ def test_one_node_too_many_stands_by_and_steps_in() -> None:
     assert len(members(world)) == 4 and extra not in members(world)
     world.crash(world.nodes[members(world)[2]])
     assert world.until(lambda: world.agree() and extra in members(world)) < 0.2
+
+
+def test_nodes_that_the_mesh_has_no_place_for_stand_by() -> None:
+    """Of four in pairs one is lost: two go on. The third comes back in as soon as there is another one."""
+    world = formed(4, max_nodes=8, fit=Fit(2))
+    before = members(world)
+    world.crash(world.nodes[before[1]])
+    world.until(lambda: world.agree() and members(world) == [before[0], before[2]])
+    new = world.spawn().name
+    world.until(lambda: world.agree() and len(members(world)) == 4)
+    assert members(world) == [before[0], before[2], *sorted([before[3], new])]
+    assert world.log[-1].generation.boundary > 0
+
+
+def test_a_leave_lets_others_stand_by_who_are_not_counted_as_leaving() -> None:
+    world = formed(4, max_nodes=8, fit=Fit(2))
+    leaving = others(world)[0]
+    leaving.is_leaving = True
+    world.tell(leaving, leaving.peer.on_leave)
+    world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
+    last = world.log[-1].generation
+    assert (len(last.members), last.num_leaving, last.is_paused) == (2, 1, False)
+    assert f"left {leaving.name}; standing by " in last.reason
+
+
+@pytest.mark.parametrize("is_sudden", [True, False])
+def test_where_no_mesh_can_be_formed_all_wait(is_sudden: bool) -> None:
+    """A loss: nothing is formed. A leave: those that stay are paused together."""
+    world = formed(4, max_nodes=8, fit=Fit(4))
+    before = world.log[-1].generation
+    gone = others(world)[0]
+    if is_sudden:
+        world.crash(gone)
+        world.pass_time(3.0)
+        assert world.log[-1].generation == before
+    else:
+        gone.is_leaving = True
+        world.tell(gone, gone.peer.on_leave)
+        world.until(lambda: gone.has_left, seconds=3.0)
+        assert world.log[-1].generation.is_paused and len(members(world)) == 3
+    world.spawn()
+    world.until(lambda: world.agree() and len(members(world)) == 4 and not world.log[-1].generation.is_paused)
+
+
+@pytest.mark.parametrize(
+    ("fit", "workers", "chosen"),
+    [
+        (Fit(), [1, 0, 3], [0, 1, 2]),
+        (Fit(4), [2, 2, 2], [0, 1]),
+        (Fit(4), [2], []),
+        (Fit(4), [1, 2, 2, 3], [0, 1, 2, 3]),
+        (Fit(4), [3, 2, 2, 2], [1, 2]),
+        (Fit(4), [1, 2, 1, 2], [0, 1, 2]),
+        (Fit(2), [3, 2, 1, 1], [0, 1, 2]),
+        (Fit(4, is_fixed=True), [2, 2, 2], [0, 1]),
+        (Fit(4, is_fixed=True), [3, 2, 1], [0, 2]),
+        (Fit(4, is_fixed=True), [8, 8], []),
+        (Fit(5, is_fixed=True), [2, 4, 2], []),
+    ],
+)
+def test_which_nodes_a_mesh_takes(fit: Fit, workers: list[int], chosen: list[int]) -> None:
+    assert fit.choose(workers) == chosen
+    assert not chosen or fit.holds([workers[place] for place in chosen])
 
 
 def test_a_newcomer_that_dies_meanwhile_stops_nobody() -> None:

@@ -177,7 +177,12 @@ class World:
 
     def agree(self) -> bool:
         living = [node for node in self.nodes.values() if node.is_alive and not node.has_left and not node.is_leaving]
-        if len(living) < self.size.min_nodes:
+        most = min(self.size.max_nodes, len(living))
+        num_wanted = most - most % self.timing.fit.unit
+        leading = [node.peer.leading.leader.size for node in living if node.peer.leading is not None]
+        # Where all of a run's nodes have gone, the size of those who begin anew is their leader's own.
+        least = max(size.min_nodes for size in [self.size, *leading])
+        if not living or num_wanted < least:
             return True
         newest = self.log[-1].generation
         members = {member.node for member in newest.members}
@@ -185,7 +190,7 @@ class World:
         return (
             all(node.peer.generation.number == newest.number for node in living)
             and members <= names
-            and len(members) == min(self.size.max_nodes, len(names))
+            and len(members) == num_wanted
             and all(node.peer.following.size == self.size for node in living)
             and all(node.limit is None for node in living)
             and all(not node.is_leaving or node.has_left for node in self.nodes.values() if node.is_alive)
@@ -205,7 +210,8 @@ class World:
     def spawn(self, *, host: str = "", timing: Timing | None = None) -> Node:
         """A new node; on the host of one that was lost, if that is given."""
         name, timing = f"n{len(self.nodes)}", timing or self.timing
-        peer = self.make(Member(name, host or f"host of {name}", 1), timing, chance=random.Random(self.chance.random()))
+        me = Member(name, host or f"host of {name}", 1, workers=1)
+        peer = self.make(me, timing, chance=random.Random(self.chance.random()))
         node = Node(peer, timing)
         self.nodes[name] = node
         self.at(self.now + self.chance.random() * 0.1, self.tell, node, peer.on_start)
