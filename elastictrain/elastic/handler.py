@@ -284,7 +284,7 @@ class RunRendezvous(GenerationHandler):
         after = self._current.number
         while True:
             generation = self._wait_for_generation(after, deadline)
-            info = self._meet(generation, deadline)
+            info = self._meet(generation, time.monotonic() + self._join_seconds)
             if info is not None:
                 self.is_planned = generation.boundary >= 0 and generation.number == self._current.number + 1
                 self._current, self.job_id, self.members = generation, generation.job, generation.members
@@ -306,6 +306,8 @@ class RunRendezvous(GenerationHandler):
         self.check()
         is_met = self._node.wait(is_there, seconds=min(PATIENCE, max(0.0, deadline - time.monotonic())))
         while not is_met and not self._is_over and (time.monotonic() < deadline or self._may_wait_on):
+            if self._may_wait_on:  # once it may not, others need their time to let this node in
+                deadline = time.monotonic() + self._join_seconds
             self.check()
             self._tell_that_it_waits()
             is_met = self._node.wait(is_there, seconds=min(1.0, max(0.1, deadline - time.monotonic())))

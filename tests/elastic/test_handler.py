@@ -190,6 +190,28 @@ def test_a_leaving_node_does_not_wait_for_one_that_is_lost(tmp_path: Path) -> No
         handler._node.stop()
 
 
+def test_a_node_that_has_stood_by_for_longer_than_it_would_wait_for_a_first_one_steps_in(tmp_path: Path) -> None:
+    made = [
+        create(parameters(str(tmp_path), nodes=(1, 1), join_timeout=1.0), num_workers=1, has_steps=True)
+        for _ in range(2)
+    ]
+    stepped_in: list[RendezvousInfo] = []
+    try:
+        made[0].next_rendezvous()
+        waiting = threading.Thread(target=lambda: stepped_in.append(made[1].next_rendezvous()), daemon=True)
+        waiting.start()
+        wait_for(lambda: "standing by" in made[1]._told)
+        waiting.join(1.5)
+        assert waiting.is_alive()
+        made[0].shutdown()  # it has workers with steps: to the others it is lost
+        waiting.join(60)
+        assert [info.world_size for info in stepped_in] == [1]
+        assert made[1]._current.number == made[0]._current.number + 1, "it has asked for no other one"
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
 def test_too_few_nodes_is_a_timeout_and_a_closed_run_is_said(tmp_path: Path) -> None:
     handler = create(parameters(str(tmp_path), nodes=(2, 2), join_timeout=0.2))
     try:
