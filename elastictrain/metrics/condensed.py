@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from elastictrain.metrics.lines import Line
 from elastictrain.rundir import RunDir
 
-MOST_EVENTS = 1000  # of each kind that is no account of time: the newest ones stay
+MOST_EVENTS = 1000  # of each kind that counts for no total: the newest ones stay
+_COUNT = ("start", "node", "alive")
 
 # What alternates as training goes on; phases at the beginning of an account stay apart, for they have an order.
 _STEADY = frozenset({"productive", "validation", "data", "checkpoint", "straggling"})
@@ -52,7 +53,7 @@ def condense(lines: Sequence[Line], *, most: int) -> list[Line]:
         if kind == "alive":  # what counts are those since the last account
             ends = {who: max(line["to"] for line in mine) for who, mine in accounts.items()}
             events = [line for line in events if line["time"] > ends.get((line["node"], line["generation"]), 0.0)]
-        found += events if kind in ("start", "node") else events[-MOST_EVENTS:]
+        found += events if kind in _COUNT else events[-MOST_EVENTS:]
     for (_, generation), mine in accounts.items():
         kept = min([step for later, step in resumed if later > generation], default=math.inf)
         mine.sort(key=lambda line: (line["from"], line["to"]))

@@ -272,3 +272,11 @@ def test_what_is_still_being_written_is_left_alone(tmp_path: Path, monkeypatch: 
     for name, data in whole.items():
         (tmp_path / "events" / name).write_bytes(data)
     assert goodput(read_ledger(run_dir)).seconds == pytest.approx(goodput(lines[1:]).seconds)
+
+
+def test_signs_of_life_of_many_nodes_all_count() -> None:
+    signs = [
+        {"event": "alive", "node": f"n{i % 16}", "generation": i // 208, "time": 1.0 + i, "step": i, "doing": "data"}
+        for i in range(1040)
+    ]
+    assert sorted(condense(signs, most=100), key=lambda line: float(line["time"])) == signs
