@@ -225,5 +225,5 @@ def test_what_is_remembered_of_hosts_is_bounded() -> None:
 
 
 def test_a_leader_that_keeps_nobody_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = first_failure(monkeypatch, Flapping, "wait", lambda self, host, losses, *, now: (0, 0.0))
+    failure = first_failure(monkeypatch, Flapping, "wait", lambda self, host, losses, *, now: (0, 0.0), first=40)
     assert "should still be kept out" in failure

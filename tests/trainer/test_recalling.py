@@ -45,7 +45,9 @@ def test_storage_that_does_not_answer_throws_no_snapshot_away(tmp_path: Path, mo
     )
     recalling = Recalling(session, [], ask_main=lambda question: question())
     monkeypatch.setattr(
-        recalling._memory, "meet", lambda key, fits: Ranks(0, 1).round(lambda: None, lambda parts: fits([about]))
+        recalling._memory,
+        "meet",
+        lambda key, fits, **more: Ranks(0, 1).round(lambda: None, lambda parts: fits([about])),
     )
 
     def names(folder: str) -> list[str]:
