@@ -1,6 +1,6 @@
 """Agents of ``elastictrain run`` as processes of this machine that share a run directory, and what may happen to them.
 
-For :mod:`tests.matrix`. The task is one of :mod:`tests.cli.lives_task`, which writes down what each
+For :mod:`tests.matrix` and :mod:`tests.soak`. The task is one of :mod:`tests.cli.lives_task`, which writes down what each
 rank trains on; that is all a cluster knows of how far the run is.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,31 +31,16 @@ LIVES = f"{ROOT / 'tests' / 'cli' / 'lives_task.py'}:Lives"
 LIMIT = 240.0  # seconds that a run may take to go on after an event
 LIFE = 4 * 3600.0  # seconds after which a process that was forgotten ends
 BATCH = 8
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 STEPS = 1_000_000  # more than any run comes to
 
 
 class Agent:
-    """The command in a forked process, which has torch already, in a session of its own."""
+    """A child process, in a session of its own."""
 
-    def __init__(self, out: Path, argv: Sequence[str]) -> None:
-        self.out = out
+    def __init__(self, out: Path, pid: int) -> None:
+        self.out, self.pid = out, pid
         self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setsid()
-                os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-                file = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-                os.dup2(file, 1)
-                os.dup2(file, 2)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                begin_fork(LIFE)
-                main_module.main(list(argv))
-            except SystemExit as end:
-                sys.stdout.flush()
-                os._exit(end.code if isinstance(end.code, int) else 99)
-            finally:
-                os._exit(98)
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
@@ -82,6 +66,35 @@ class Agent:
         return self.out.read_text()
 
 
+def forked(out: Path, argv: Sequence[str]) -> Agent:
+    """The command in a process that has torch already."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            os.environ.update(ENVIRONMENT)
+            file = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            begin_fork(LIFE)
+            main_module.main(list(argv))
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code if isinstance(end.code, int) else 99)
+        finally:
+            os._exit(98)
+    return Agent(out, pid)
+
+
+def executed(out: Path, argv: Sequence[str], env: Mapping[str, str]) -> Agent:
+    """The command in a new program, whose environment others can read in ``/proc``; ``env``: what is added to it."""
+    files = [(os.POSIX_SPAWN_OPEN, 1, out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    command = [sys.executable, "-m", "elastictrain", *argv]
+    pid = os.posix_spawn(sys.executable, command, {**os.environ, **ENVIRONMENT, **env}, file_actions=files, setsid=True)
+    return Agent(out, pid)
+
+
 @dataclass
 class Cluster:
     """One run, and what has happened to it.
@@ -96,7 +109,6 @@ class Cluster:
 
     folder: Path
     num_nodes: int
-    chance: random.Random
     workers: int = 1
     target: str = LIVES
     options: Sequence[str] = ("--spares", "1")
@@ -112,12 +124,14 @@ class Cluster:
         """One node more."""
         options = ["--nnodes", f"{self.min_nodes}:{self.num_nodes}", "--nproc-per-node", str(workers or self.workers)]
         options += ["--local-addr", "127.0.0.1", "--snapshot-every", "1", "--max-restarts", "1000"]
-        agent = Agent(
-            self.folder / f"agent-{self.num_started}", self.command(self.folder, STEPS, *options, *self.options)
-        )
+        argv = self.command(self.folder, STEPS, *options, *self.options)
+        agent = self.start(self.folder / f"agent-{self.num_started}", argv)
         self.num_started += 1
         self.agents.append(agent)
         return agent
+
+    def start(self, out: Path, argv: Sequence[str]) -> Agent:
+        return forked(out, argv)
 
     def command(self, folder: Path, num_steps: int, *more: str) -> list[str]:
         options = ["--run-dir", str(folder / "run"), "--max-steps", str(num_steps), "--log-every", "1"]
@@ -221,6 +235,10 @@ class Cluster:
                 if "train/loss" in row:
                     found.setdefault(row["step"], []).append(row["train/loss"])
         return found
+
+    def newest_losses(self, folder: Path | None = None) -> dict[int, float]:
+        """The last one of each step."""
+        return {step: found[-1] for step, found in self.losses(folder).items()}
 
     def check_samples(self, num_steps: int) -> None:
         """What counts of a step is what the last generation that came there has done; every sample is used as often."""

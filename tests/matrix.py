@@ -40,7 +40,7 @@ from elastictrain.elastic import crew
 from elastictrain.elastic.fit import Fit
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.rundir import RunDir
-from tests.cluster import LIFE, LIMIT, Agent, Cluster, kill
+from tests.cluster import LIFE, LIMIT, Agent, Cluster, forked, kill
 from tests.processes import is_running
 
 TARGET = f"{Path(__file__).with_name('matrix_task.py')}:Whole"
@@ -72,6 +72,7 @@ class Matrix(Cluster):
     target: str = TARGET
     mesh: str = "auto"
     is_mixed: bool = False
+    chance: random.Random = field(default_factory=random.Random)
     sizes: dict[int, int] = field(default_factory=dict)  # of the nodes, by their agents
     waited_at: int | None = None  # the newest step, where nobody trains for want of nodes
     pids: dict[int, set[int]] = field(default_factory=dict)  # of the workers that are to live on, by their agent
@@ -79,10 +80,10 @@ class Matrix(Cluster):
     checked: int = 0  # the newest generation whose beginning was compared
 
     @classmethod
-    def of(cls, folder: Path, mesh: str, *, num_nodes: int, seed: int = 0, min_nodes: int = 1) -> Matrix:
+    def of(cls, folder: Path, mesh: str, *, num_nodes: int, seed: int = 0) -> Matrix:
         """Of one of the meshes that have a name."""
         options = ["--mesh", *MESHES[mesh], "--spares", "0", "--checkpoint-every", "25"]
-        return cls(folder, num_nodes, random.Random(seed), options=options, mesh=MESHES[mesh][0], min_nodes=min_nodes)
+        return cls(folder, num_nodes, options=options, mesh=MESHES[mesh][0], chance=random.Random(seed))
 
     def join(self, *, workers: int | None = None) -> Agent:
         count = 1 + self.num_started % 2 if self.is_mixed else self.workers
@@ -378,10 +379,10 @@ class Calm:
     def losses(self, num_steps: int) -> dict[int, float]:
         if num_steps > len(self._found):
             self._folder.mkdir(exist_ok=True)
-            like = Matrix(self._folder, 1, random.Random(0))
-            run = Agent(self._folder / "out", like.command(self._folder, num_steps, "--nproc-per-node", "1"))
+            like = Matrix(self._folder, 1)
+            run = forked(self._folder / "out", like.command(self._folder, num_steps, "--nproc-per-node", "1"))
             assert run.wait(LIFE) == 0, run.text
-            self._found = {step: found[-1] for step, found in like.losses().items()}
+            self._found = like.newest_losses()
         return self._found
 
 

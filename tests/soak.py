@@ -14,37 +14,28 @@ anything (:mod:`tests.holdings`), and nothing is left.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastictrain import Trainer
-from elastictrain.channel import key_of
-from elastictrain.checkpoint.token import read_token
-from elastictrain.elastic.runlog import RunLog
-from elastictrain.rundir import RunDir
-from tests.cli.lives_task import NUM_SAMPLES, Lives, workers_of
+from tests.cli.lives_task import Lives, workers_of
+from tests.cluster import BATCH, LIMIT, Agent, Cluster, executed, last_line
 from tests.helpers import run_ranks
 from tests.holdings import MARK, Watch
-from tests.processes import children_of, listens, parent_of
+from tests.processes import parent_of
 
-ROOT = Path(__file__).parents[1]
-TASK = f"{ROOT / 'tests' / 'cli' / 'lives_task.py'}:Lives"
-LIMIT = 240.0  # seconds that a run may take to go on after an event
 CALM = 4  # steps between two events
 FREEZE = (0.3, 5.0)  # seconds
-BATCH = 8
 JOIN = 0.4  # of the times that there is room for another node, it comes
 TWICE = 0.3  # of the times that something happens, it is two things at once
 SETTLED = 0.7  # of them, what was before is over
@@ -95,15 +86,9 @@ def draw(seed: int, *, num_events: int, num_nodes: int) -> list[Blow]:
 
 
 @dataclass
-class Soak:
+class Soak(Cluster):
     """One run, and what has happened to it."""
 
-    folder: Path
-    num_nodes: int
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    frozen: list[tuple[float, int]] = field(default_factory=list)
-    leaving: set[int] = field(default_factory=set)
-    num_started: int = 0
     happened: Counter[str] = field(default_factory=Counter)
     trained: dict[int, int] = field(default_factory=dict)  # workers, by their agents, when it was calm last
     hit: set[int] = field(default_factory=set)  # agents whose workers were killed since
@@ -112,55 +97,13 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.folder, self.mark)
+        self.options = [*self.options, "--checkpoint-every", "25"]  # where a node dies with its buddy
+        self.options += ["--callback", f"tests.holdings:Counting:folder={self.folder}"]
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        options = ["--nnodes", f"1:{self.num_nodes}", "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
-        options += ["--spares", "1", "--run-dir", str(self.folder / "run"), "--max-steps", "1000000"]
-        options += ["--snapshot-every", "1", "--log-every", "1", "--micro-batch-size", "1", "--max-restarts", "1000"]
-        options += ["--checkpoint-every", "25"]  # where a node dies with its buddy
-        options += ["--callback", f"tests.holdings:Counting:folder={self.folder}", "--set", f"folder={self.folder}"]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark}
-        command = [sys.executable, "-m", "elastictrain", "run", TASK, *options]
-        with open(self.folder / f"agent-{self.num_started}", "w") as out:
-            self.agents.append(subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True))
-        self.num_started += 1
-
-    def lose(self, agent: subprocess.Popen[bytes]) -> None:
-        """The whole node: its agent, its workers, its keeper."""
-        children = children_of(agent.pid)
-        agent.kill()
-        for pid in children:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        agent.wait()
-        self.agents.remove(agent)
-
-    def leave(self, agent: subprocess.Popen[bytes]) -> None:
-        self.leaving.add(agent.pid)
-        agent.send_signal(signal.SIGTERM)
-
-    def leader(self) -> subprocess.Popen[bytes] | None:
-        """The agent that listens where the run log says."""
-        run_dir = RunDir(str(self.folder / "run"))
-        leader = RunLog(run_dir, key_of(read_token(run_dir))).newest().leader
-        return next((one for one in self.agents if leader is not None and listens(one.pid, leader.port)), None)
-
-    def freeze(self, pid: int, seconds: float) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        self.frozen.append((time.monotonic() + seconds, pid))
-
-    def thaw(self, *, all_of_them: bool = False) -> None:
-        for due, pid in list(self.frozen):
-            if all_of_them or time.monotonic() > due:
-                self.frozen.remove((due, pid))
-                try:
-                    os.kill(pid, signal.SIGCONT)
-                except ProcessLookupError:
-                    pass
+    def start(self, out: Path, argv: Sequence[str]) -> Agent:
+        return executed(out, argv, {MARK: self.mark})
 
     def strike(self, event: Event, away: set[int]) -> None:
         """``away``: agents that something happens to already.
@@ -168,14 +111,14 @@ class Soak:
         Whoever is left alone must be one that trains: where all of these are gone, a node that comes has storage alone.
         """
         if event.what != "join" and not event.what.startswith("worker"):
-            self.wait_until(lambda: len(set(self.workers()) - self.leaving - away) > 1, "two nodes train")
+            self.wait_until(lambda: len(set(self.training()) - self.leaving - away) > 1, "two nodes train")
         free = [one for one in self.agents if one.pid not in self.leaving | away]
         if event.what == "join":
             self.join()
         elif not free:  # all others have left meanwhile
             return
         else:
-            free = [one for one in free if one.pid in self.workers()] or free
+            free = [one for one in free if one.pid in self.training()] or free
             agent = free[event.which % len(free)]
             if event.what.startswith("leader") and (leader := self.leader()) in free:
                 agent = leader if leader is not None else agent
@@ -187,10 +130,10 @@ class Soak:
             flush=True,
         )
 
-    def do(self, event: Event, agent: subprocess.Popen[bytes]) -> None:
+    def do(self, event: Event, agent: Agent) -> None:
         whom, how = event.what.split()
         if whom == "worker":
-            worker = self.workers().get(agent.pid) or next(iter(workers_of(agent.pid)), None)
+            worker = self.training().get(agent.pid) or next(iter(workers_of(agent.pid)), None)
             if worker is not None and how == "stopped":
                 self.freeze(worker, event.seconds)
             elif worker is not None:
@@ -220,7 +163,7 @@ class Soak:
         newest = max((generation for generation, *_ in found), default=0)
         return [pid for generation, _, pid in found if generation == newest]
 
-    def workers(self) -> dict[int, int]:
+    def training(self) -> dict[int, int]:
         """Those that have trained last, by their agents."""
         found = {}
         for pid in self.members():
@@ -238,7 +181,7 @@ class Soak:
         while not happens():
             self.thaw()
             for agent in [one for one in self.agents if one.poll() is not None]:
-                assert agent.pid in self.leaving, f"an agent has ended, exit code {agent.returncode}\n{self.said}"
+                assert agent.pid in self.leaving, f"an agent has ended, exit code {agent.poll()}\n{self.said}"
                 self.agents.remove(agent)
             if not self.agents:
                 self.join()
@@ -254,7 +197,7 @@ class Soak:
 
     def survive(self) -> None:
         """A node whose worker was not killed trains in the same process as before."""
-        now = self.workers()
+        now = self.training()
         for agent, worker in now.items():
             if agent in self.trained and agent not in self.hit:
                 self.survived[worker == self.trained[agent]] += 1
@@ -263,10 +206,6 @@ class Soak:
                         f"agent {agent}: worker {self.trained[agent]} was not killed, and is {worker} now", flush=True
                     )
         self.trained, self.hit = now, set()
-
-    @property
-    def said(self) -> str:
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-2500:]}" for file in sorted(self.folder.glob("agent-*")))
 
     def run(self, blows: list[Blow], *, seconds: float) -> None:
         """``seconds``: after which nothing more happens, and the run is looked at as it is."""
@@ -289,50 +228,23 @@ class Soak:
         self.settle()
         self.wait_for(self.newest_step() + CALM)
 
-    def stop(self) -> None:
-        self.thaw(all_of_them=True)
-        for agent in self.agents:
-            agent.send_signal(signal.SIGTERM)
-        for agent in self.agents:
-            try:
-                agent.wait(LIMIT)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-
     # ---- what it came to -----------------------------------------------------------------------------------------------
 
     def check(self) -> int:
         """Samples, losses, processes, and what they hold; the number of steps."""
-        losses = self.losses(self.folder / "run")
+        losses = self.newest_losses()
         num_steps, generations = max(losses), max(generation for generation, *_ in self.places())
         print(f"{num_steps} steps, {generations + 1} generations, {dict(self.happened)}")
         print(
             "\n".join([*self.watch.summary(), *(leaks := self.watch.leaks()), *(left := self.watch.left())]), flush=True
         )
         self.check_samples(num_steps)
+        print(f"{num_steps * BATCH} samples, each used as often as it should be")
         self.check_losses(losses, num_steps)
         print(f"workers that were not killed: {self.survived[True]} were the same when it was calm again")
         assert not self.survived[False], f"{self.survived[False]} were not"
         assert not leaks and not left, [*leaks, *left]
         return num_steps
-
-    def check_samples(self, num_steps: int) -> None:
-        """What counts of a step is what the last generation that came there has done."""
-        last: dict[int, int] = {}
-        samples: dict[tuple[int, int], list[int]] = {}
-        for file in self.folder.glob("samples-*"):
-            for line in file.read_text().splitlines():
-                generation, step, *numbers = map(int, line.split())
-                last[step] = max(last.get(step, -1), generation)
-                samples.setdefault((generation, step), []).extend(numbers)
-        used: Counter[int] = Counter()
-        for step in range(num_steps):
-            share = samples[last[step], step]
-            assert len(share) == BATCH, f"step {step}: {share}"
-            used.update(share)
-        assert sum(used.values()) == num_steps * BATCH
-        assert max(used.values()) - min(used[sample] for sample in range(NUM_SAMPLES)) <= 1, used
-        print(f"{num_steps * BATCH} samples, each used as often as it should be")
 
     def check_losses(self, losses: dict[int, float], num_steps: int) -> None:
         """Against two undisturbed runs of the same length, on one rank and on as many as there are nodes."""
@@ -360,24 +272,7 @@ class Soak:
             Trainer(run_dir=str(folder / "run"), max_steps=num_steps, **options).fit(Lives(str(folder)))
 
         run_ranks(fit, num_ranks, timeout=60 + num_steps)
-        return self.losses(folder / "run")
-
-    @staticmethod
-    def losses(run_dir: Path) -> dict[int, float]:
-        """By step, the last that was logged there."""
-        found: dict[int, float] = {}
-        for file in sorted((run_dir / "metrics").glob("*.jsonl")):
-            for row in map(json.loads, file.read_text().splitlines()):
-                if "train/loss" in row:
-                    found[row["step"]] = row["train/loss"]
-        return found
-
-
-def last_line(file: Path) -> str:
-    with open(file, "rb") as lines:
-        lines.seek(max(0, file.stat().st_size - 400))
-        whole = lines.read().decode().split("\n")[:-1]
-    return whole[-1] if whole else ""
+        return self.newest_losses(folder)
 
 
 def soak(folder: Path, *, num_events: int, seed: int, num_nodes: int, minutes: float = math.inf) -> Soak:

@@ -11,7 +11,7 @@ from elastictrain.elastic.chain import Entry, Generation, Member, Size
 
 @dataclass(frozen=True)
 class Commit:
-    """Write this to the log; the leader's ``committed`` or ``refused`` says what became of it."""
+    """Write this to the log; the leader is told by ``committed`` once it is there."""
 
     entry: Entry
 

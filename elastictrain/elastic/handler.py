@@ -305,9 +305,11 @@ class RunRendezvous(GenerationHandler):
 
         self.check()
         is_met = self._node.wait(is_there, seconds=min(PATIENCE, max(0.0, deadline - time.monotonic())))
-        while not is_met and not self._is_over and (time.monotonic() < deadline or self._may_wait_on):
+        while not is_met and not self._is_over:
             if self._may_wait_on:  # once it may not, others need their time to let this node in
                 deadline = time.monotonic() + self._join_seconds
+            elif time.monotonic() >= deadline:
+                break
             self.check()
             self._tell_that_it_waits()
             is_met = self._node.wait(is_there, seconds=min(1.0, max(0.1, deadline - time.monotonic())))
@@ -377,9 +379,8 @@ class RunRendezvous(GenerationHandler):
             client = TCPStore(first.host, first.store, is_master=False, timeout=STORE_TIMEOUT)
             store: Store = PrefixStore(f"{generation.epoch}/{generation.number}", client)
             if rank == 0:
-                store.compare_set(
-                    MASTER, "", f"{self._host} {free_port()}"
-                )  # where it is asked twice, the first one counts
+                # where it is asked twice, the first answer counts
+                store.compare_set(MASTER, "", f"{self._host} {free_port()}")
             while not store.check([MASTER]):
                 if self._is_past(generation, deadline):
                     return None

@@ -192,11 +192,6 @@ class Leader:
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
         self._losses(now)  # whatever has happened since
 
-    def refused(self, *, now: float) -> None:
-        """It was not written, and the epoch is still ours: decide again."""
-        self.pending = None
-        self._losses(now)
-
     def thaw(self, *, now: float) -> None:
         """This process was stopped for a while: nobody else is to blame for silence."""
         for node in self.nodes.values():

@@ -81,7 +81,8 @@ def test_without_the_fence_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def append_behind_anybody(self: Leading, newest: Entry, now: float) -> bool:
         self.leader.entry = replace(newest, epoch=self.epoch)
         if self.leader.pending is not None:
-            self.leader.refused(now=now)
+            self.leader.pending = None
+            self.leader._losses(now)
         return True
 
     first_failure(monkeypatch, Leading, "look", append_behind_anybody)
