@@ -182,7 +182,7 @@ class _Rank:
             good, value = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join(5.0)
-            self.fail(f"died without a word, exit code {self.process.exitcode}")
+            self.fail(f"died without a word, exit code {self.process.exitcode}\n{self.read_stacks()}")
             return
         if good:
             self.result = value
@@ -249,6 +249,7 @@ def _child(
     gc.freeze()
     os.setpgid(0, 0)  # its loader processes are killed with it
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=True)
     os.environ.update(env)
     torch.set_num_threads(1)
     try:
