@@ -8,7 +8,8 @@ a :class:`~elastictrain.checkpoint.DamagedError`: there is no other checkpoint t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,11 +24,15 @@ from elastictrain.state import TensorSpec, some
 _MODEL = "model."
 
 
-def borrow(session: Session, url: str, weights: Weights) -> list[str]:
+Telling = Callable[[str, CheckpointReader], AbstractContextManager[None]]
+
+
+def borrow(session: Session, url: str, weights: Weights, *, telling: Telling) -> list[str]:
     """Fill the model's tensors from a checkpoint. A collective.
 
     Args:
         url: of the checkpoint that ``weights`` names, the same on every rank.
+        telling: what is entered while its reader reads, see :mod:`elastictrain.restoring`.
 
     Returns:
         notes for the start-up summary.
@@ -65,7 +70,8 @@ def borrow(session: Session, url: str, weights: Weights) -> list[str]:
             casts.append((target, scratch))
             target = scratch
         targets[old] = target
-    together(s, lambda: reader.load(targets))
+    with telling("model", reader):
+        together(s, lambda: reader.load(targets))
     with torch.no_grad():
         for target, scratch in casts:
             target.copy_(scratch)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from elastictrain import runfile
-from elastictrain.borrowing import borrow
+from elastictrain.borrowing import Telling, borrow
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError, resolve
 from elastictrain.checkpoint.catalog import step_of
 from elastictrain.checkpoint.found import Snapshot
@@ -28,8 +28,11 @@ from elastictrain.metrics.console import make_console, print_line
 from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short
 from elastictrain.metrics.panels import ledger_panels
+from elastictrain.metrics.reading import EVENT as READING
+from elastictrain.metrics.reading import Signs
 from elastictrain.metrics.record import Recorder
 from elastictrain.recalling import Recalling
+from elastictrain.restoring import Restoring, silently
 from elastictrain.rundir import cannot_be_used, first_line, is_storage_error
 from elastictrain.session import Session
 
@@ -53,6 +56,7 @@ class Resumption:
         self.source: str | None = None
         self.stored: str | None = None
         self._recalling: Recalling | None = None
+        self._telling: Telling = silently
         self._unwritten: list[str] = []  # what had been logged in it, and was lost with its process
         self._snapshots: list[Snapshot] = []  # newer than what is stored; the first one is the source
         self.step: int | None = None
@@ -74,6 +78,7 @@ class Resumption:
         s = self._session
         resume = s.settings.resume
         takes_snapshots = Recalling.wanted(s, self.notes)
+        self._telling = Restoring().of if s.ranks.is_main else silently
         if s.run_dir is None:
             self.source = self.stored = self._named(resume)
             return
@@ -90,6 +95,8 @@ class Resumption:
             say = partial(print_line, console=make_console())
             s.lease = Lease(run_dir, job=s.membership.job_id, say=lambda line: say(f"elastictrain: {line}"))
         self.recorded = self.ask_main(self._read_run_file)
+        if s.ranks.is_main and self.recorded is not None:
+            self._telling = Restoring(Signs(run_dir, generation=self._next_generation)).of
         newest = self.manager.newest()
         if newest is not None:
             if resume == "never" and s.membership.generation == 0:
@@ -133,20 +140,22 @@ class Resumption:
         while self.source is not None:
             try:
                 restored = Restored(self._session, self._open)
-                restored.load_model()
+                with self._telling("model", restored.reader):
+                    restored.load_model()
                 return restored
             except DamagedError as error:
                 self._fall_back(error)
         if isinstance(weights := self._session.settings.resume, Weights):
             url = self.ask_main(lambda: resolve(weights.checkpoint))
-            self.notes += borrow(self._session, url, weights)
+            self.notes += borrow(self._session, url, weights, telling=self._telling)
         return None
 
     def restore_rest(self, restored: Restored | None) -> None:
         """Everything but the model: optimizers, counters, callbacks, the position in the data."""
         while restored is not None:
             try:
-                restored.load_rest()
+                with self._telling("optimizer's state", restored.reader):
+                    restored.load_rest()
                 self.step = self._session.counters.step
                 self._unwritten = restored.reader.about.get("unwritten", [])
                 return
@@ -302,10 +311,10 @@ class Resumption:
         url: str = self.ask_main(lambda: resolve(resume))
         return url
 
-    def _next_generation(self, events: list[str]) -> int:
+    def _next_generation(self, events: list[str] | None = None) -> int:
         """One more than any generation that has logged here, so that its values sort after theirs."""
         s = self._session
         assert s.run_dir is not None
-        there = [*s.run_dir.names("metrics"), *events]
-        names = [name for name in there if name.startswith("g") and name[1:7].isdigit()]
+        there = [*s.run_dir.names("metrics"), *(s.run_dir.names(EVENTS) if events is None else events)]
+        names = [n for n in there if n.startswith("g") and n[1:7].isdigit() and f"-{READING}-" not in n]
         return max([int(name[1:7]) + 1 for name in names] + [s.membership.generation])

@@ -348,6 +348,7 @@ class _MemoryRanges(Ranges):
                 step = view[place : place + size]
                 step[:] = image[start + place : start + place + len(step)]
                 self.check(file, start + place, step)
+            self.progress.add(len(view))
 
         in_threads(read, parts)
 
@@ -357,3 +358,4 @@ class _MemoryRanges(Ranges):
             channel, _, _ = self._memory.request(holder, {**head, "start": start, "end": start + len(view)})
             receive_parts_into(channel, view, first=start)
             self.check(file, start, view)
+            self.progress.add(len(view))

@@ -23,6 +23,7 @@ from torch import Tensor
 from elastictrain.checkpoint.image import DTYPES
 from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name
 from elastictrain.checkpoint.pieces import Piece
+from elastictrain.checkpoint.progress import Progress
 from elastictrain.checkpoint.storage import open_local
 from elastictrain.checkpoint.threads import in_threads
 from elastictrain.rundir import RunDir
@@ -76,6 +77,9 @@ class Ranges:
 
     Args:
         manifests: of all ranks.
+
+    Attributes:
+        progress: of all reads.
     """
 
     def __init__(self, folder: RunDir, manifests: Sequence[Manifest]) -> None:
@@ -84,6 +88,7 @@ class Ranges:
 
     def _take_manifests(self, manifests: Sequence[Manifest]) -> None:
         self._manifests = {shard_name(one.rank, one.world_size): one for one in manifests}
+        self.progress = Progress()
 
     def boxes(self, wants: Sequence[Want]) -> list[Tensor]:
         """The box of each want, in its dtype and shape."""
@@ -100,6 +105,7 @@ class Ranges:
         Raises:
             DamagedError: some are missing or damaged.
         """
+        self.progress.want(sum(end - start for _, start, end in ranges))
         # numpy asks the kernel for huge pages, which saves half of the time that fresh memory costs
         scratch = [torch.from_numpy(np.empty(end - start, dtype=np.uint8)) for _, start, end in ranges]
         views = [memoryview(data.numpy()) for data in scratch]  # type: ignore[arg-type]  # an array is a buffer
@@ -142,6 +148,7 @@ class Ranges:
                     step = view[place : place + size]
                     self._read_step(file, opened[file], start + place, step)
                     self.check(file, start + place, step)
+                self.progress.add(len(view))
 
             in_threads(read, parts)
 
@@ -165,6 +172,7 @@ class Ranges:
                 raise self._short(file, start, start + len(view))
             self.check(file, start, memoryview(data))
             view[:] = data
+            self.progress.add(len(view))
 
     def _merge(self, wants: Sequence[Want]) -> Iterator[Run]:
         """As few runs of whole blocks as the wants allow."""

@@ -56,6 +56,7 @@ class CheckpointReader(StorageReader):
         ranges: checked bytes of the shards.
         values: the JSON values of all ranks.
         about: what the writer noted about the run.
+        progress: of all that is loaded with it.
 
     Raises:
         CheckpointError: there is no COMMIT, or the storage does not answer.
@@ -74,6 +75,7 @@ class CheckpointReader(StorageReader):
     def _hold(self, manifests: Sequence[Manifest], ranges: Ranges, *, step: int, about: Mapping[str, Any]) -> None:
         """What is read from here on, wherever it is."""
         self.manifests, self.ranges, self.step, self.about = manifests, ranges, step, about
+        self.progress = ranges.progress
         try:
             self.tensors = {
                 name: TensorSpec(shape, DTYPES[dtype]) for name, (shape, dtype) in tensors_of(self.manifests).items()

@@ -202,7 +202,7 @@ def _stop_here(place: RunDir, timeout: float, *, no_wait: bool, why: str) -> int
     found = status(lines)
     agents = [one["agent_pid"] for one in found["nodes"] if one["host"] == socket.gethostname() and _is_agent(one)]
     elsewhere = [one for one in found["nodes"] if one["host"] != socket.gethostname()]
-    if found["state"] not in ("running", "silent", "changing"):
+    if found["state"] not in ("running", "starting", "silent", "changing"):
         raise ElasticTrainError(f"the run in {place} is not running: {found['state']} at step {found['step']}")
     if not found["nodes"]:
         raise ElasticTrainError(f"the run in {place} has only begun, and does not say yet who trains it: try again")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elastictrain.metrics.lines import Folder
     from elastictrain.rundir import RunDir
 
-_UNDER_WAY = ("running", "changing", "silent")  # states after which there may come more
+_UNDER_WAY = ("running", "starting", "changing", "silent")  # states after which there may come more
 
 
 @click.command()

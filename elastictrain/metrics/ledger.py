@@ -12,6 +12,7 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``node`` | each node, when it starts | ``time``, ``name``, ``host``, ``agent_pid``, ``workers``, ``reached`` |
 | ``time`` | each node | ``from``, ``to``, ``steps`` [first, last], ``samples``, ``tokens``, ``seconds`` by cause |
 | ``alive`` | each node | ``time``, ``step``, ``samples``, ``tokens``, ``doing``, ``since`` |
+| ``reading`` | rank 0, before the start | ``time``, ``source``, ``step``, ``num_bytes``, ``what``, ``wanted``, ``done`` |
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
 | ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
 
@@ -22,7 +23,8 @@ they ended before this start, as the agent saw it; -1 if that is not known.
 
 A node writes on log steps, and where those are rare it says that it is ``alive``: after how many steps, what it is
 ``doing`` (a cause of time), and ``since`` when it has been at this step, as far as it was looked at. That is done by the
-thread that writes, so that a long step, a validation or a compilation are no silence.
+thread that writes, so that a long step, a validation or a compilation are no silence. A start that is ``reading`` its state
+for long says so by :mod:`elastictrain.metrics.reading`: of ``what``, as many bytes as are ``wanted`` and ``done`` on rank 0.
 
 So that what is read and written stays bounded, a node replaces every :data:`_MANY` of its segments by one with fewer lines,
 and a later start all segments of earlier ones (``g000004-000000-sum.jsonl``): :mod:`elastictrain.metrics.condensed` has how,
@@ -314,6 +316,8 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     | {"agent_pid": _is_count, "workers": _is_workers},
     "time": {"node": _is_text, "from": _is_time, "to": _is_time, "steps": _is_steps, "seconds": _is_seconds},
     "alive": {"node": _is_text, "time": _is_time, "step": _is_count, "doing": _is_text, "since": _is_time},
+    "reading": {"time": _is_time, "source": _is_text, "step": _is_count, "what": _is_text}
+    | dict.fromkeys(("num_bytes", "wanted", "done"), _is_count),
     "checkpoint": {"time": _is_time, "step": _is_count, "path": _is_text, "seconds": _is_number}
     | {"num_bytes": _is_number},
     "recovery": {"time": _is_time, "cause": _is_text, "from_step": _is_count, "resumed_step": _is_count}

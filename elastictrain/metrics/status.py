@@ -1,8 +1,7 @@
 """How a run stands, from its ledger alone. Only what is known is there.
 
 A run that was killed leaves nothing that says so: without a sign of life for :data:`SILENT` seconds it is "silent". Nodes
-write more often than that, also within a long step, a validation or a compilation; not while a start gets ready, which may
-have a large checkpoint to read.
+write more often than that, also within a long step, a validation or a compilation, and while a start reads its state.
 
 On failure: :func:`require_begun` refuses a directory without a run; nothing else here can fail.
 """
@@ -15,8 +14,9 @@ from typing import Any
 
 from elastictrain import runfile
 from elastictrain.errors import UsageError
-from elastictrain.metrics.console import format_seconds
+from elastictrain.metrics.console import format_count, format_seconds
 from elastictrain.metrics.goodput import Goodput, goodput
+from elastictrain.metrics.reading import in_words, newest_sign
 from elastictrain.rundir import RunDir, without_user
 
 SILENT = 120.0
@@ -36,9 +36,12 @@ def status(
         account: where it is known already, else it is made from the lines.
 
     Returns:
-        ``state`` ("running", "silent", "finished", "interrupted", "preempted", "changing": nodes come or go), ``seen``
+        ``state`` ("running", "silent", "finished", "interrupted", "preempted", "changing": nodes come or go, "starting":
+        another start reads the state), ``seen``
         (seconds since the epoch of the last sign of life), ``doing`` (where a sign of life is newer than all else: the
-        cause of what goes on, and ``since`` when there was no new step), ``generation``, ``world_size``, ``mesh``,
+        cause of what goes on, and ``since`` when there was no new step), ``reading`` (of that start: ``source``, ``step``,
+        ``num_bytes`` of all; of ``what``, the bytes that are ``wanted`` and ``done`` on rank 0; else None),
+        ``generation``, ``world_size``, ``mesh``,
         ``step``, ``samples``, ``tokens``, ``nodes``, ``last_checkpoint`` (step, path) or None, ``goodput`` (``percent``,
         ``lost_seconds`` by cause, ``total_seconds``, both over all nodes), and ``recoveries``, of which those that are
         ``planned`` are changes in good order.
@@ -48,8 +51,14 @@ def status(
     end = next(_of(here, "end"), None)
     seen = max(line.get("to", line.get("time", 0.0)) for line in here)
     account = goodput(lines) if account is None else account
-    is_heard = (time.time() if now is None else now) - seen < SILENT
+    now = time.time() if now is None else now
     state = "running" if end is None else _OUTCOMES.get(end["outcome"], end["outcome"])
+    sign = newest_sign(lines, after=start["generation"])
+    if sign is not None and (sign["time"] < seen or now - sign["time"] >= SILENT):
+        sign = None
+    if sign is not None:
+        state, seen = "starting", sign["time"]
+    is_heard = now - seen < SILENT
     found: dict[str, Any] = {
         "state": state if is_heard or state not in _GO_ON else "silent",
         "seen": seen,
@@ -65,6 +74,8 @@ def status(
     alive = max(_of(here, "alive"), key=lambda line: line["time"], default=None)
     is_newest = alive is not None and alive["time"] >= seen and found["state"] == "running"
     found["doing"] = {"cause": alive["doing"], "since": alive["since"]} if alive is not None and is_newest else None
+    about = ("source", "step", "num_bytes", "what", "wanted", "done")
+    found["reading"] = None if sign is None else {name: sign[name] for name in about}
     found["nodes"] = [
         {name: line[name] for name in ("name", "host", "agent_pid", "workers")} for line in _of(here, "node")
     ]
@@ -81,8 +92,8 @@ def status(
 def silence(age: str) -> str:
     """What "silent" may mean, in words."""
     return (
-        f"nothing was heard for {age}; it was killed, and then the same command goes on with it, or a start reads a large"
-        " checkpoint, or its storage does not answer"
+        f"nothing was heard for {age}; it was killed, and then the same command goes on with it, or a start prepares data"
+        " or builds a large model, or its storage does not answer"
     )
 
 
@@ -91,6 +102,8 @@ _DOING = {"productive": "in step {}", "compile": "compiling", "validation": "val
 
 def doing_in_words(found: Mapping[str, Any], *, now: float) -> str | None:
     """``in step 8, 3m12s after the last step``, of a status; None where a log step was heard of last."""
+    if (sign := found["reading"]) is not None:
+        return f"reading {sign['source']}, {format_count(sign['num_bytes'])}B; {in_words(sign)}"
     doing = found["doing"]
     if doing is None:
         return None

@@ -195,7 +195,7 @@ def _marks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
     there = _nodes(lines)
     for line in lines:
         event, generation = line["event"], line["generation"]
-        if event in ("node", "time", "alive") or "time" not in line:
+        if event in ("node", "time", "alive", "reading") or "time" not in line:
             continue
         time, step = line["time"], line.get("step")
         if event == "start":

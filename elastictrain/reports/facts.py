@@ -177,8 +177,9 @@ def _checkpoints(lines: list[Line], there: set[str], run_dir: RunDir) -> list[Ch
 
 _MEANING = {
     "running": "running",
-    "silent": "silent: killed, reading a large checkpoint, or without its run directory; if killed, the same command goes on"
+    "silent": "silent: killed, getting ready for long, or without its run directory; if killed, the same command goes on"
     " with it",
+    "starting": "starting: another start reads the state",
     "changing": "changing: nodes join or leave",
     "finished": "finished",
     "interrupted": "interrupted, with everything saved; the same command goes on with it",
