@@ -131,7 +131,9 @@ class Follower:
         )  # fmt: skip
 
     def _opened(self, link: Link) -> None:
-        self._say({"is": "hello", "member": [self.name, "", 0, 0, 0], "epoch": 0, "ready": True, "step": -1, "has": 0})
+        member = [self.name, "", 0, 0, 0]
+        hello = {"is": "hello", "member": member, "epoch": 0, "ready": True, "step": -1, "has": 0, "leaves": False}
+        self._say(hello)
 
     def _told(self, _link: Link, message: dict[str, Any]) -> None:
         self.beat_every = message.get("beat", self.beat_every)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,8 +66,8 @@ class Agent:
         return self.out.read_text()
 
 
-def forked(out: Path, argv: Sequence[str]) -> Agent:
-    """The command in a process that has torch already."""
+def forked(out: Path, argv: Sequence[str], *, before: Callable[[], None] = lambda: None) -> Agent:
+    """The command in a process that has torch already; ``before`` is called there first."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -78,6 +78,7 @@ def forked(out: Path, argv: Sequence[str]) -> Agent:
             os.dup2(file, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             begin_fork(LIFE)
+            before()
             main_module.main(list(argv))
         except SystemExit as end:
             sys.stdout.flush()
@@ -105,6 +106,7 @@ class Cluster:
         workers: on each node.
         target: a task of :mod:`tests.cli.lives_task`, or one like it.
         options: of the command, beside those of every cluster.
+        before: called in each agent's process first.
     """
 
     folder: Path
@@ -113,6 +115,7 @@ class Cluster:
     target: str = LIVES
     options: Sequence[str] = ("--spares", "1")
     min_nodes: int = 1
+    before: Callable[[], None] = lambda: None
     agents: list[Agent] = field(default_factory=list)
     frozen: list[tuple[float, int]] = field(default_factory=list)
     leaving: set[int] = field(default_factory=set)
@@ -131,7 +134,7 @@ class Cluster:
         return agent
 
     def start(self, out: Path, argv: Sequence[str]) -> Agent:
-        return forked(out, argv)
+        return forked(out, argv, before=self.before)
 
     def command(self, folder: Path, num_steps: int, *more: str) -> list[str]:
         options = ["--run-dir", str(folder / "run"), "--max-steps", str(num_steps), "--log-every", "1"]
@@ -156,6 +159,9 @@ class Cluster:
         run_dir = RunDir(str(self.folder / "run"))
         leader = RunLog(run_dir, key_of(read_token(run_dir))).newest().leader
         return next((one for one in self.agents if leader is not None and listens(one.pid, leader.port)), None)
+
+    def keeper_of(self, agent: Agent) -> int:
+        return children_of(agent.pid, running="keeper_main")[0]
 
     def freeze(self, pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGSTOP)

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from elastictrain import lives
 from elastictrain.cli import worker
 from elastictrain.elastic import membership, processes
+from tests.processes import FORKED
 
-TOO_LONG = 120
+TOO_LONG = 600
 
 
 def install(before: Callable[[], None] = lambda: None) -> None:
@@ -63,6 +65,7 @@ class _Forked:
                 os.environ.update(env)
                 sys.argv = ["worker", *command[3:]]
                 membership._mine, lives._has_trained = None, False  # as in a new process
+                Path("/proc/self/comm").write_text(FORKED)
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(TOO_LONG)  # faulthandler's watch would wait here for its thread, which is the agent's
                 before()

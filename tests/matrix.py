@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastictrain.cli.control import control_of
 from elastictrain.config import MeshConfig
 from elastictrain.elastic import crew
 from elastictrain.elastic.fit import Fit
@@ -55,6 +56,7 @@ MESHES = {
 }
 CALM = 4  # steps from one scenario to the next
 FREEZE = 4.0  # seconds; longer than a node may be silent
+DOWN = 1.5  # seconds that storage is down: several times as long as survivors take to go on
 LET_GO = 40.0  # seconds that a worker may take to let go of its generation: a machine may be slow and loaded
 PHASES = ("teardown", "setup", "build", "restore", "forward")  # of a recovery, in their order
 WAITS = "waiting for nodes"
@@ -74,6 +76,7 @@ class Matrix(Cluster):
     is_mixed: bool = False
     chance: random.Random = field(default_factory=random.Random)
     sizes: dict[int, int] = field(default_factory=dict)  # of the nodes, by their agents
+    most: int | None = None  # nodes that the run may have, where it was made smaller
     waited_at: int | None = None  # the newest step, where nobody trains for want of nodes
     pids: dict[int, set[int]] = field(default_factory=dict)  # of the workers that are to live on, by their agent
     training: set[int] = field(default_factory=set)  # those of them that were in the newest generation
@@ -93,7 +96,7 @@ class Matrix(Cluster):
 
     @property
     def num_wanted(self) -> int:
-        sizes = [self.sizes[one.pid] for one in self.agents]
+        sizes = [self.sizes[one.pid] for one in self.agents][: self.most]
         places = Fit(*MeshConfig.parse(self.mesh).fit).choose(sizes)
         return sum(sizes[place] for place in places) if len(places) >= self.min_nodes else 0
 
@@ -109,6 +112,8 @@ class Matrix(Cluster):
     # ---- before and after --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        (self.folder / "storage").mkdir()
+        (self.folder / "run").symlink_to(self.folder / "storage")
         for _ in range(self.num_nodes):
             self.join()
         self.wait_for(CALM)
@@ -258,6 +263,58 @@ class Matrix(Cluster):
             self.lose(self.others[0])
             self.go_on(after=before)
 
+    def storage_down_as_node_dies(self) -> None:
+        """Nobody can be taken out until it is back; then the others go on from memory."""
+        victim, run = self.others[0], self.folder / "run"
+        real, none = run.resolve(), self.folder / "none"
+        none.touch()
+        point_to(run, none)
+        before = self.generation()
+        self.lose(victim)
+        time.sleep(DOWN)
+        self.look()
+        assert self.generation() == before and victim not in self.agents
+        point_to(run, real)
+
+    def keeper_stopped_as_node_leaves(self) -> None:
+        """It takes no snapshot and no copy: what is handed over is a checkpoint."""
+        leaving, *staying = self.others
+        keeper = self.keeper_of([*staying, self._leader()][0])
+        kill(keeper, signal.SIGSTOP)
+        try:
+            self.leave(leaving)
+            assert leaving.wait() == 75, leaving.text
+        finally:
+            kill(keeper, signal.SIGCONT)
+        self.agents.remove(leaving)
+
+    def scaled_down_as_node_dies(self) -> None:
+        """Of those that are left one more stands by, with its part of the state, and is then told to go."""
+        victim, count = self.others[0], len(self.agents)
+        left = [self.sizes[one.pid] for one in self.agents if one is not victim]
+        if not Fit(*MeshConfig.parse(self.mesh).fit).choose(left[: count - 2]):
+            return  # so few make no mesh
+        control = control_of(RunDir(str(self.folder / "run")), "")
+        assert control is not None
+        before = self.generation()
+        self.most = count - 2
+        assert control.scale(least=1, most=self.most, seconds=LIMIT) is not None
+        self.lose(victim)
+        self.go_on(after=before)
+        training = {pid for pid, _ in self.newest_states().values()}
+        for aside in [one for one in self.agents if training.isdisjoint(self.workers_of(one))]:
+            keeper = self.keeper_of(aside)
+            self.leave(aside)
+            assert aside.wait() == 75, aside.text
+            self.agents.remove(aside)
+            assert "stay for" not in aside.text, "the others hold as much"
+            deadline = time.monotonic() + LIMIT
+            while is_running(keeper):
+                assert time.monotonic() < deadline, "its keeper is left"
+                time.sleep(0.05)
+        self.most = None
+        assert control.scale(least=1, most=self.num_nodes, seconds=LIMIT) is not None
+
     def _kill_in(self, phase: str, how: str) -> None:
         """A worker is killed, and in that phase of the recovery another one, or a whole node."""
         for file in self.folder.glob("sprung-*"):
@@ -401,10 +458,20 @@ SCENARIOS = {
     "two leave": Matrix.two_leave,
     "lost as another joins": Matrix.lost_as_another_joins,
     "lost one after another": Matrix.lost_one_after_another,
+    "storage down as node dies": Matrix.storage_down_as_node_dies,
+    "keeper stopped as node leaves": Matrix.keeper_stopped_as_node_leaves,
+    "scaled down as node dies": Matrix.scaled_down_as_node_dies,
     **{f"worker killed in {phase}": lambda one, phase=phase: one._kill_in(phase, "worker") for phase in PHASES},
     "node killed in restore": lambda one: one._kill_in("restore", "node"),
 }
-STAYS = ("worker stopped", "lost one after another")  # where nothing need change any more
+STAYS = ("worker stopped", "lost one after another", "scaled down as node dies")  # where nothing need change any more
+
+
+def point_to(link: Path, where: Path) -> None:
+    """At one moment: whoever looks finds the one or the other."""
+    new = link.with_name("link")
+    new.symlink_to(where)
+    new.replace(link)
 
 
 def play(one: Matrix, names: list[str], calm: Calm) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+FORKED = "forked-worker"  # the name of a worker that is forked: its command line is its agent's
+
 
 def is_running(pid: int) -> bool:
     """It is there, and no zombie."""
@@ -23,11 +25,13 @@ def parent_of(pid: int) -> int:
 
 
 def children_of(pid: int, *, running: str = "") -> list[int]:
-    """Its children, oldest number first; ``running``: only those with this in their command line."""
+    """Its children, oldest number first; ``running``: only those with this in their command line, or in their name."""
     found = []
     for child in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
         try:
-            if int(_fields(child)[1]) == pid and running in Path(f"/proc/{child}/cmdline").read_text():
+            if int(_fields(child)[1]) != pid:
+                continue
+            if any(running in Path(f"/proc/{child}/{where}").read_text() for where in ("cmdline", "comm")):
                 found.append(child)
         except OSError:  # it has just ended
             continue

@@ -26,8 +26,13 @@ WHOLE_SECONDS = 600.0  # for all blocks to be compared
 Tell = Callable[[Mapping[str, Any]], None]
 
 
-def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECONDS) -> Channel:
+def connect(
+    host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECONDS, answer_seconds: float | None = None
+) -> Channel:
     """To the keeper there.
+
+    Args:
+        answer_seconds: that it may take once its machine has answered; None: as long.
 
     Raises:
         OSError: nothing answers, or it has another token.
@@ -35,7 +40,7 @@ def connect(host: str, port: int, key: bytes, *, seconds: float = CONNECT_SECOND
     connection = socket.create_connection((host, port), timeout=seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        return Channel.connect(connection, key, seconds=seconds)
+        return Channel.connect(connection, key, seconds=seconds if answer_seconds is None else answer_seconds)
     except BaseException:
         connection.close()
         raise

@@ -18,7 +18,8 @@ from elastictrain.checkpoint.held import MAX_MANIFEST_BYTES, About, count, text
 
 Address = Mapping[str, Any]
 
-AFAR_SECONDS = 2.0  # for a keeper of a node that is not in this generation: its machine may be gone
+AFAR_SECONDS = 2.0  # to reach a keeper of a node that is not in this generation: its machine may be gone
+ANSWER_SECONDS = 10.0  # for one that is there to answer: it may alone hold something
 MAX_AFAR = 64  # of them that are asked, at once
 MAX_PEERS = 1 << 16
 
@@ -95,6 +96,35 @@ class Lists:
         return found
 
 
+def is_replaced(
+    held: Iterable[Mapping[str, Any]], others: Iterable[tuple[Address, Iterable[Mapping[str, Any]]]]
+) -> bool:
+    """Is what one keeper holds of no use any more?
+
+    Args:
+        held: what it lists.
+        others: the other keepers that answer, and what they list.
+
+    Returns:
+        whether these hold a snapshot that is as new, each image twice where there are several of them: then the death of
+        one of their nodes costs them nothing either.
+    """
+    mine = [About.from_json(one.get("about")) for one in held]
+    if not mine:
+        return True
+    lists = Lists()
+    for address, listed in others:
+        lists.add(address, listed)
+    runs, newest = {one.run for one in mine}, max((one.start, one.step) for one in mine)
+    least = min(2, len(lists.keepers))
+    return any(
+        runs <= {one.about.run}
+        and (one.about.start, one.about.step) >= newest
+        and all(len({holder.keeper for holder in holders}) >= least for holders in one.holders)
+        for one in lists.whole()
+    )
+
+
 def peers_of(said: object) -> list[tuple[str, int]]:
     """Where other keepers are, as one of them says.
 
@@ -111,10 +141,10 @@ def ask_afar(peers: Sequence[tuple[str, int]], key: bytes) -> list[tuple[Address
 
     def ask(peer: tuple[str, int]) -> tuple[Address, list[dict[str, Any]]] | None:
         try:
-            channel = connect(*peer, key, seconds=AFAR_SECONDS)
+            channel = connect(*peer, key, seconds=AFAR_SECONDS, answer_seconds=ANSWER_SECONDS)
             try:
-                channel.send({"kind": "list"}, seconds=AFAR_SECONDS)
-                held: list[dict[str, Any]] = channel.receive(seconds=AFAR_SECONDS).head["held"]
+                channel.send({"kind": "list"}, seconds=ANSWER_SECONDS)
+                held: list[dict[str, Any]] = channel.receive(seconds=ANSWER_SECONDS).head["held"]
             finally:
                 channel.close()
         except (OSError, KeyError):

@@ -19,12 +19,14 @@ import threading
 from typing import Any
 
 from elastictrain.channel import Channel, ChannelError
+from elastictrain.checkpoint.found import ask_afar, is_replaced, peers_of
 from elastictrain.machine import child_environment
 
 COMMAND = (sys.executable, "-m", "elastictrain.checkpoint.keeper_main")
 MAX_AGENTS = 64  # on one machine, of one run
 START_SECONDS = 20.0
 ADOPT_SECONDS = 5.0
+LIST_SECONDS = 5.0
 
 
 class KeeperProcess:
@@ -35,6 +37,7 @@ class KeeperProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
+        self._key = b""
         self._address: dict[str, Any] = {}
         self._claim = secrets.token_hex(16)  # so that no other agent takes what this one starts before it can
 
@@ -70,6 +73,7 @@ class KeeperProcess:
         """
         if self.is_alive:
             return self._address
+        self._key = key
         for number in range(MAX_AGENTS):
             where = f"elastictrain-{name}-{number}"
             server = socket.socket(socket.AF_UNIX)
@@ -89,6 +93,19 @@ class KeeperProcess:
             self._let_go()
             raise OSError(errno.ECHILD, "the keeper does not answer")
         raise OSError(errno.EADDRINUSE, f"{MAX_AGENTS} keepers of this run are on this machine")
+
+    def is_replaced(self) -> bool:
+        """Do other nodes' keepers hold as much, so that nobody needs this one? Asks it, and those that it knows."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.send({"kind": "list"}, seconds=LIST_SECONDS)
+            said = self._channel.receive(seconds=LIST_SECONDS).head
+            here = self._address["host"], self._address["port"]
+            peers = [one for one in peers_of(said.get("peers", [])) if one != here]
+            return is_replaced(said.get("held", []), ask_afar(peers, self._key))
+        except OSError:  # it has ended, or it or another one says what cannot be
+            return False
 
     def end(self) -> None:
         """Its work is done."""

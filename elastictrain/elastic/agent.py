@@ -127,6 +127,7 @@ class Agent(PlacedAgent):
         self._lingering, self._stalls = Lingering("", config.exit_within), Stalls(config.stall_seconds)
         self._unexplained: Unexplained | None = None
         self._has_stood_by = False
+        self._has_handed_over = False  # the last generation has ended at the step that was agreed on
         self._is_kept = False  # what was trained is on storage, or with another node
         rendezvous.check = self._notices.check  # type: ignore[method-assign]
         rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
@@ -160,7 +161,7 @@ class Agent(PlacedAgent):
         finally:
             self._end_generation()
             self._crew.stop(seconds=self._config.kill_after)
-            self._keepers.end(is_over=self._is_kept)
+            self._keepers.end(is_over=self._is_kept, is_out=self._handler.is_out)
             try:
                 self._handler.shutdown()
             except Exception:  # noqa: S110 - the store may have gone with its host; nothing depends on it any more
@@ -198,14 +199,14 @@ class Agent(PlacedAgent):
             node=self._config.node,
             job=self._config.job,
             history={**self._history, "began": self._handler.began, "formed": self._handler.formed}
-            | ({"planned": 1.0} if self._handler.is_planned and not self._failure else {}),
+            | ({"planned": 1.0} if self._handler.is_planned and self._has_handed_over else {}),
             cause=self._failure or ((self._handler.reason or NODES_CHANGED) if "ended" in self._history else ""),
             publishes=self._published is not None,
         ).write(assignment)
         if self._published is not None:
             self._published.begin(folder, generation=generation, workers=count)
         self._keepers.begin(folder)
-        self._failure = ""
+        self._failure, self._has_handed_over = "", False
         self._history["nodes"] = worker_group.group_world_size
         self._lingering = Lingering(self._reports, self._config.exit_within)
         self._stalls = Stalls(self._config.stall_seconds)
@@ -271,7 +272,7 @@ class Agent(PlacedAgent):
             self._is_kept = True
             raise _End(Outcome(EXIT_FINISHED, self._furthest))
         if agreed is not None and (self._handler.is_in(agreed) or self._stands_by(agreed)):
-            self._has_stood_by = not self._handler.is_in(agreed)
+            self._has_stood_by, self._has_handed_over = not self._handler.is_in(agreed), True
             return RunResult(WorkerState.UNHEALTHY)
         message = ""
         if agreed is not None and agreed.members and not agreed.is_paused:
@@ -411,4 +412,4 @@ class Agent(PlacedAgent):
         """What the workers of all nodes are told: a checkpoint is needed where memory may not be enough."""
         if not agreed.members:
             return self._reason or StopReason.PREEMPT
-        return StopReason.STORE if agreed.is_paused or agreed.num_leaving > 1 else StopReason.CHANGE
+        return StopReason.STORE if agreed.is_paused or len(agreed.leaving) > 1 else StopReason.CHANGE

@@ -91,8 +91,8 @@ class Generation:
         first: the number of the job's first generation.
         is_paused: its members are fewer than the run needs: they wait together, and nobody trains.
         size: the run's as it was formed.
-        num_leaving: of the members of the one before, those that leave in good order. Others that are not in this one are
-            lost, or stand by.
+        leaving: of the members of the one before, the names of those that leave in good order; they may still be saving.
+            Others that are not in this one are lost, or stand by.
     """
 
     number: int = 0
@@ -104,7 +104,7 @@ class Generation:
     first: int = 0
     is_paused: bool = False
     size: Size = Size()
-    num_leaving: int = 0
+    leaving: tuple[str, ...] = ()
 
     def rank_of(self, node: str) -> int | None:
         """The rank of a node; None: it is no member."""
@@ -114,7 +114,7 @@ class Generation:
         members = [member.to_json() for member in self.members]
         return {"number": self.number, "epoch": self.epoch, "members": members, "boundary": self.boundary,
                 "reason": self.reason, "job": self.job, "first": self.first, "paused": self.is_paused,
-                "size": self.size.to_json(), "leaving": self.num_leaving}  # fmt: skip
+                "size": self.size.to_json(), "leaving": list(self.leaving)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ def generation_from_json(data: Any) -> Generation:
             or len({member.node for member in members}) != len(members)
         ):
             raise ValueError("boundary or members")
-        number, epoch, first, leaving = (_count(data[name]) for name in ("number", "epoch", "first", "leaving"))
-        reason, job = _text(data["reason"]), _text(data["job"])
+        number, epoch, first = (_count(data[name]) for name in ("number", "epoch", "first"))
+        reason, job, leaving = _text(data["reason"]), _text(data["job"]), _texts(data["leaving"])
         size = size_from_json(data["size"])
         return Generation(number, epoch, members, boundary, reason, job, first, is_paused, size, leaving)
     except (KeyError, TypeError, ValueError) as error:
@@ -252,7 +252,7 @@ def check_follows(before: Entry, after: Entry) -> None:
         same = (after.size, after.losses) == (before.size, before.losses)
         good = after.leader is not None and new == old and not after.closed and (same or not before.may_go_on)
     else:
-        is_next = new.number == old.number + 1 and new.epoch == after.epoch and not after.closed and _fits(new)
+        is_next = new.number == old.number + 1 and new.epoch == after.epoch and not after.closed and _fits(old, new)
         is_next = is_next and new.size == after.size and (after.size == before.size or new.first == new.number)
         is_closing = new == old and bool(after.closed) and after.size == before.size
         is_resized = new == old and not after.closed and after.size not in (None, before.size)
@@ -266,10 +266,12 @@ def check_follows(before: Entry, after: Entry) -> None:
         raise ChainError(f"entry {after} cannot follow {before}")
 
 
-def _fits(new: Generation) -> bool:
-    """Are its members as many as its own size says? Enough of them may be paused as well, where they make no mesh."""
+def _fits(old: Generation, new: Generation) -> bool:
+    """Are its members as many as its own size says? Enough of them may be paused as well, where they make no mesh; and what
+    a loss has left of the one before may be too many."""
     is_too_few = len(new.members) < new.size.min_nodes
-    return len(new.members) <= new.size.max_nodes and (new.is_paused or not is_too_few)
+    is_left = new.boundary < 0 and set(new.members) <= set(old.members)
+    return (len(new.members) <= new.size.max_nodes or is_left) and (new.is_paused or not is_too_few)
 
 
 def difference(before: Generation, after: Generation) -> Message:
@@ -286,7 +288,7 @@ def difference(before: Generation, after: Generation) -> Message:
         "first": after.first,
         "paused": after.is_paused,
         "size": after.size.to_json(),
-        "leaving": after.num_leaving,
+        "leaving": list(after.leaving),
     }
 
 
@@ -304,8 +306,8 @@ def changed(before: Generation, message: Message) -> Generation:
     gone = set(message["gone"])
     stay = tuple(member for member in before.members if member.node not in gone)
     members = stay + members_from_json(message["come"])
-    epoch, boundary, first, leaving = (int(message[name]) for name in ("epoch", "boundary", "first", "leaving"))
-    reason, job = str(message["reason"]), str(message["job"])
+    epoch, boundary, first = (int(message[name]) for name in ("epoch", "boundary", "first"))
+    reason, job, leaving = str(message["reason"]), str(message["job"]), _texts(message["leaving"])
     size = size_from_json(message["size"])
     return Generation(number, epoch, members, boundary, reason, job, first, message["paused"] is True, size, leaving)
 
@@ -320,6 +322,12 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{value!r} is no count")
     return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not list:
+        raise TypeError("not a list")
+    return tuple(map(_text, value))
 
 
 def _text(value: Any) -> str:

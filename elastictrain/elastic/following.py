@@ -37,6 +37,7 @@ class Following:
         generation: the newest one that this node knows.
         job: of the newest one with members: what this node has been there for.
         size: the run's, by the last leader's word; the command's own until there was one.
+        run: what nodes of the run do, by the newest leader's word: "training", "waiting", or nothing, as none is there.
         step: finished steps, kept up to date by the driver; -1: none.
         asked: what the leader wants this node's workers to promise, until it is void or the generation ends.
         link: to a leader that has said welcome.
@@ -49,6 +50,7 @@ class Following:
         self.step = -1
         self.asked: Promise | None = None
         self.is_ready = self.is_leaving = self.is_over = False
+        self.run = ""
         self._failed_number = 0  # the generation whose workers have failed here
         self._closing = ""
         self.link: int | None = None
@@ -75,7 +77,7 @@ class Following:
 
     def hello(self, link: int, *, epoch: int) -> None:
         hello = {"is": "hello", "member": self._me.to_json(), "epoch": epoch, "ready": self.is_ready,
-                 "step": self.step, "has": self.generation.number}  # fmt: skip
+                 "step": self.step, "has": self.generation.number, "leaves": self.is_leaving}  # fmt: skip
         self._out.append(Send((link,), hello))
 
     def beat(self, now: float) -> None:
@@ -116,7 +118,7 @@ class Following:
             self.learn(generation_from_json(message["generation"]))
         if self.asked is not None and self.asked.boundary != message["stop_at"]:
             self._release()  # another leader had prepared it, and not committed
-        if self.is_leaving:
+        if self.is_leaving:  # it may have asked since it said hello
             self.leave()
         if self._closing:
             self.close(self._closing)
@@ -135,6 +137,7 @@ class Following:
         if "beat" in message:
             self._beat, self.ttl = float(message["beat"]), float(message["ttl"])
             self.beat_at = min(self.beat_at, now + self._beat)
+            self.run = str(message.get("run", ""))
         if "generation" in message:
             self.learn(generation_from_json(message["generation"]))
         if "size" in message:

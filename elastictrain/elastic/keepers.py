@@ -5,7 +5,8 @@ sees the word, and a thread starts a keeper or takes over the one that a killed 
 Should the keeper die, another one is started. Where the agent knows beforehand what its workers will ask for, the keeper is
 there before they do (:meth:`Keepers.prepare`): a start takes a tenth of a second, for which all nodes would wait as this one
 joins. Where the run is over, or this node has left and handed its state over, so is
-the keeper. On every other way out the agent leaves it and says so: what it holds may be newer than storage, or what is left
+the keeper; and where this node has stood by, as soon as the keepers of those that train hold a newer snapshot, twice each
+image. On every other way out the agent leaves it and says so: what it holds may be newer than storage, or what is left
 of another node, and whoever starts the run again takes it over.
 
 On failure: a keeper that cannot be had is said once, with the reason, and looked for again every few seconds; workers train
@@ -90,11 +91,15 @@ class Keepers:
             with contextlib.suppress(OSError):  # nobody is left who would read it, or the disk is full
                 write_whole(answer, {"socket": None})
 
-    def end(self, *, is_over: bool) -> None:
-        """The agent ends, and what the keeper holds is needed no more; or it stays for whoever starts the run again."""
+    def end(self, *, is_over: bool, is_out: bool = False) -> None:
+        """The agent ends, and what the keeper holds is needed no more; or it stays for whoever starts the run again.
+
+        Args:
+            is_out: others train without this node: they may have what it holds.
+        """
         if self._trying is not None:
             self._trying.join(END_SECONDS)
-        if is_over or (self._is_unasked and self._process.is_new):
+        if is_over or (self._is_unasked and self._process.is_new) or (is_out and self._process.is_replaced()):
             self._process.end()
         else:
             if self._process.is_alive:

@@ -6,9 +6,12 @@
   by :attr:`Timing.ahead`, each member promises not to pass it (or says that it is too late, and a later one is proposed,
   further ahead each time), and only then is the change committed. A loss meanwhile needs no step and wins.
 * Where none of the members stays, the others begin once the last of them has ended: what they begin with is what those
-  have saved at the step where they stop.
+  have saved at the step where they stop. The log names them, so that a later leader waits for those it has not heard of yet.
 * Survivors keep their order; newcomers come behind them. Nodes above the maximum stand by. Below the minimum nothing is
   formed; where that is planned, because nodes leave, those that stay are paused together, and nobody trains.
+* A loss takes nobody out who could train on: what the lost node had, its neighbours may be the only ones to hold now. So
+  those above a new maximum step aside at the next planned step, when the state is whole elsewhere; and where the mesh has no
+  place for all, the neighbours of those that are lost are kept rather than others.
 * The **size** (minimum and maximum) is the run's, and handed on with it. Another one is in the log before anything comes of
   it; then members above its maximum, or all where they are below its minimum, stop at a planned step.
 
@@ -17,6 +20,8 @@ after each event and at :attr:`Leader.deadline`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
 from elastictrain.elastic.decisions import (
@@ -33,7 +38,7 @@ from elastictrain.elastic.decisions import (
     natural,
 )
 from elastictrain.elastic.flapping import Flapping
-from elastictrain.elastic.nodes import LONGEST_WRITE, Node, boundary_for
+from elastictrain.elastic.nodes import LONGEST_WRITE, Node, Silence, boundary_for, neighbours
 from elastictrain.elastic.timing import Timing
 
 
@@ -51,9 +56,9 @@ class Leader:
         self, entry: Entry, timing: Timing, *, size: Size, now: float, previous: str | None, job: str = ""
     ) -> None:
         self.entry, self.timing, self.epoch = entry, timing, entry.epoch
-        self._own_size, self._resize, self._job = size, False, job
+        self._own_size, self._resize, self._is_scaled, self._job = size, False, False, job
         self.flapping = Flapping(entry.losses, entry.generation.members, timing, now=now)
-        self._let_in_at: float | None = None
+        self._again_at: float | None = None  # when somebody may be let in, or need not be waited for any more
         self.nodes: dict[str, Node] = {}
         self.pending: Entry | None = None
         self.preparing: int | None = None
@@ -62,6 +67,7 @@ class Leader:
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
+        self._leavers_until = now + 2 * timing.grace  # they look for it twice as often as once in its grace
         self._is_due_again: float | None = None
         self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0
@@ -70,10 +76,8 @@ class Leader:
         self._renew = False
         self.is_stopping = False
         self._closing = ""
-        self._probe_since: float | None = None
-        self._is_probing = False
+        self._silence = Silence(self.nodes, timing, now=now)
         self._reread_at = now + 2 * timing.ttl
-        self._expire_at = now
 
     @property
     def generation(self) -> Generation:
@@ -84,6 +88,18 @@ class Leader:
         """Is somebody here who has been in the run? Else what is asked of it may be of nodes that are gone."""
         members = self.generation.members
         return not members or any(one.node in self.nodes for one in members)
+
+    @property
+    def run(self) -> str:
+        """What nodes of the run do that are here: "training", or "waiting" for others to train with; empty: none is here."""
+        here = [one for one in self.generation.members if one.node in self.nodes]
+        is_waiting = self.generation.is_paused or not self.timing.is_enough(here, self.size)
+        return ("waiting" if is_waiting else "training") if here else ""
+
+    @property
+    def knows_size(self) -> bool:
+        """Is the size more than what this node's own command says?"""
+        return self.is_handed_on or self._is_scaled
 
     @property
     def size(self) -> Size:
@@ -107,14 +123,15 @@ class Leader:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def hello(self, member: Member, *, link: int, is_ready: bool, step: int, now: float) -> None:
+    def hello(
+        self, member: Member, *, link: int, is_ready: bool, step: int, now: float, is_leaving: bool = False
+    ) -> None:
         """A node has connected."""
         before = self.nodes.get(member.node)
-        self.nodes[member.node] = Node(member, link, now, is_ready, step, counted=(now, step))
+        is_leaving = is_leaving or self.is_stopping or (before is not None and before.is_leaving)
+        self.nodes[member.node] = Node(member, link, now, is_ready, step, is_leaving, counted=(now, step))
         if before is not None:
-            self.nodes[member.node].is_leaving = before.is_leaving
             self._promised -= self.preparing is not None and before.promised == self.preparing
-        self.nodes[member.node].is_leaving |= self.is_stopping
         self._gone.discard(member.node)
         self._joins(now)
 
@@ -141,8 +158,8 @@ class Leader:
 
     def scale(self, size: Size, *, now: float) -> None:
         """The run has this size from now on."""
-        if size != self.size:
-            self._own_size, self._resize = size, True
+        if size != self.size or size != self.entry.size:
+            self._own_size, self._resize, self._is_scaled = size, True, True
             self._losses(now)
 
     def lost(self, node: str, *, now: float) -> None:
@@ -161,8 +178,7 @@ class Leader:
 
     def suspect(self, *, now: float) -> None:
         """A worker has lost a peer: whoever does not answer soon is lost."""
-        if self._probe_since is None:
-            self._probe_since, self._is_probing = now, False
+        self._silence.suspect(now=now)
 
     def promise(self, node: str, *, boundary: int, is_kept: bool, step: int, now: float) -> None:
         """The answer to :class:`Prepare`."""
@@ -194,22 +210,18 @@ class Leader:
 
     def thaw(self, *, now: float) -> None:
         """This process was stopped for a while: nobody else is to blame for silence."""
-        for node in self.nodes.values():
-            node.last = now
-        self._probe_since = None
+        self._silence.thaw(now=now)
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float:
         """When :meth:`tick` has something to do, if nothing happens before."""
-        times = [self._reread_at, self._expire_at]
-        if self._probe_since is not None:
-            times.append(self._probe_since + self.timing.probe)
+        times = [self._reread_at, self._silence.deadline]
         if self._is_due_again is not None and self.pending is None:
             times.append(self._is_due_again)
-        if self._let_in_at is not None:
-            times.append(self._let_in_at)
+        if self._again_at is not None:
+            times.append(self._again_at)
         return min(times)
 
     def tick(self, now: float) -> list[Decision]:
@@ -217,9 +229,13 @@ class Leader:
         if now >= self._reread_at:  # an idle leader may have been replaced without noticing
             self._reread_at = now + 2 * self.timing.ttl
             out.append(Reread())
-        self._expire(now, out)
-        if self._let_in_at is not None and now >= self._let_in_at:
-            self._let_in_at = None
+        late, asks = self._silence.look(now=now)
+        out += [Probe()] if asks else []
+        out += [Drop(tuple(self.nodes[name].link for name in late))] if late else []
+        for name in late:
+            self.lost(name, now=now)
+        if self._again_at is not None and now >= self._again_at:
+            self._again_at = None
             self._joins(now)
         is_due = self._is_touched or (self._is_due_again is not None and now >= self._is_due_again)
         has_changed = self._losses_since is not None or self._joins_since is not None
@@ -228,10 +244,15 @@ class Leader:
             self._decide(now, out)
         return out
 
-    def _wanted(self, losses: tuple[Loss, ...], now: float, out: list[Decision]) -> tuple[Member, ...]:
+    def _wanted(
+        self, losses: tuple[Loss, ...], now: float, out: list[Decision], *, is_forced: bool
+    ) -> tuple[Member, ...]:
         """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by.
 
         Where they are not enough, all that are there.
+
+        Args:
+            is_forced: members that train are lost, or their workers: what survivors hold in memory is needed.
         """
         old = [one.node for one in self.generation.members]
         stay = [node for node in old if node in self.nodes and not self.nodes[node].is_leaving]
@@ -248,10 +269,14 @@ class Leader:
         if 0 < missing <= len(waits):  # nobody would train without them
             may += soonest[:missing]
         self._keep_out({name: waits[name] for name in soonest if name not in may}, now, out)
-        return self.timing.choose([self.nodes[name].member for name in stay + sorted(may, key=natural)], self.size)
+        there = [self.nodes[name].member for name in stay + sorted(may, key=natural)]
+        if not is_forced:
+            return self.timing.choose(there, self.size)
+        most = replace(self.size, max_nodes=max(self.size.max_nodes, len(stay)))
+        return self.timing.choose(there, most, rather=neighbours(old, gone=set(old) - set(self.nodes)))
 
     def _keep_out(self, waits: dict[str, tuple[int, float]], now: float, out: list[Decision]) -> None:
-        self._let_in_at = min((now + seconds for _, seconds in waits.values()), default=None)
+        self._again_at = min((now + seconds for _, seconds in waits.values()), default=None)
         for name, (times, seconds) in waits.items():
             if not self.nodes[name].waits:
                 self.nodes[name].waits = True
@@ -264,31 +289,13 @@ class Leader:
         fallen = {one.host for one in gone if one.node not in self._gone_with_notice} - hosts
         return self.flapping.after(fallen, now=now)
 
-    def _expire(self, now: float, out: list[Decision]) -> None:
-        late: list[str] = []
-        if now >= self._expire_at:
-            ttl = self.timing.ttl_for(len(self.nodes))
-            self._expire_at = now + ttl / 8
-            late = [name for name, node in self.nodes.items() if now - node.last > ttl]
-        if self._probe_since is not None:
-            if not self._is_probing:
-                self._is_probing = True
-                out.append(Probe())
-            if now >= self._probe_since + self.timing.probe:
-                late += [name for name, node in self.nodes.items() if node.last < self._probe_since]
-                self._probe_since = None
-        if late:
-            out.append(Drop(tuple(self.nodes[name].link for name in dict.fromkeys(late))))
-            for name in late:
-                self.lost(name, now=now)
-
     def _decide(self, now: float, out: list[Decision]) -> None:
         members = self.generation.members
         if self._closing:
             self._commit(self.entry.with_closed(self._closing), out)
             return
         self._resize = self._resize and self._own_size != self.entry.size
-        if self._resize and self.is_handed_on:  # what is being prepared goes on, and so does what else is to be done
+        if self._resize:  # what is being prepared goes on, and so does what else is to be done
             self.pending = self.entry.with_size(self._own_size)
             out.append(Commit(self.pending))
             return
@@ -301,8 +308,9 @@ class Leader:
             self._is_due_again = self._grace_until
             return
         losses = self._losses_of(here, now) if here else ()
-        wanted, size = self._wanted(losses, now, out), self.size
-        if self._may_not_begin(here):
+        is_forced = (len(here) < len(members) or self._renew) and not self.generation.is_paused
+        wanted, size = self._wanted(losses, now, out, is_forced=is_forced), self.size
+        if self._may_not_begin(here, now):
             wanted = ()
         if not here:  # the first generation, or nobody of the last one is left
             due = 0.0 if len(wanted) in (0, size.max_nodes) else self._since() + self.timing.form
@@ -316,7 +324,7 @@ class Leader:
         self._is_due_again = None
         is_enough, is_paused = self.timing.is_enough(wanted, size), self.generation.is_paused
         nobody_trains = not members or is_paused
-        is_sudden = len(here) < len(members) or nobody_trains or self._renew
+        is_sudden = is_forced or nobody_trains
         must_form = self._renew or (bool(members) and is_paused == is_enough)
         if [one.node for one in wanted] == [one.node for one in members] and not must_form:
             self._rest(out)
@@ -338,24 +346,33 @@ class Leader:
         elif self._promised == len(here):
             self._form(wanted, self.preparing, losses, self._why(here, wanted), out)
 
-    def _may_not_begin(self, here: list[str]) -> bool:
+    def _may_not_begin(self, here: list[str], now: float) -> bool:
         """Is the state that those nodes would begin with still in the hands of some that leave?"""
         if not here:  # they have been let go, and stay connected until their workers have ended
+            unheard = set(self.generation.leaving) - self._gone - set(self.nodes) if self._was_left else set()
+            if unheard and now < self._leavers_until:
+                self._again_at = min(self._leavers_until, self._again_at or self._leavers_until)
+                return True
             return any(node.is_leaving for node in self.nodes.values())
         is_sudden = len(here) < len(self.generation.members) or self._renew
         return not is_sudden and all(self.nodes[name].is_leaving for name in here)
+
+    @property
+    def _was_left(self) -> bool:
+        """All members have gone in good order, this node was there then, and the others go on with it."""
+        old = self.generation
+        return not old.members and bool(old.job) and old.job == self._job
 
     def _form(
         self, wanted: tuple[Member, ...], boundary: int, losses: tuple[Loss, ...], reason: str, out: list[Decision]
     ) -> None:
         old, number, size = self.generation, self.generation.number + 1, self.size
-        was_seen = not old.members and bool(old.job) and old.job == self._job  # it was left, and not given up
-        if was_seen or any(one.node in self.nodes for one in old.members):
+        if self._was_left or any(one.node in self.nodes for one in old.members):
             job, first = old.job, old.first
         else:  # nobody is left who could go on with it
             job, first = f"{wanted[0].node}/{number}", number
         is_paused = not self.timing.is_enough(wanted, size)
-        leaving = sum(one.node in self.nodes and self.nodes[one.node].is_leaving for one in old.members)
+        leaving = tuple(one.node for one in old.members if one.node in self.nodes and self.nodes[one.node].is_leaving)
         generation = Generation(number, self.epoch, wanted, boundary, reason, job, first, is_paused, size, leaving)
         self._commit(self.entry.with_generation(generation, losses), out)
 

@@ -41,7 +41,7 @@ class Leading:
         self._out = out
         self._nodes: dict[int, str] = {}  # by link
         self._has: dict[int, int] = {}  # by link: number of the newest generation that it was sent
-        self._ping_at = now
+        self._ping_at, self._run = now, ""  # as it was at the last ping: it takes a look at all members
 
     @property
     def deadline(self) -> float:
@@ -99,10 +99,12 @@ class Leading:
             self._nodes.pop(before.link, None)
             self._has.pop(before.link, None)
             self._out.append(Close((before.link,)))
-        was_handed_on = self.leader.is_handed_on
-        self.leader.hello(member, link=link, is_ready=bool(message["ready"]), step=_int(message["step"]), now=now)
+        knew_size = self.leader.knows_size
+        is_ready, is_leaving = bool(message["ready"]), bool(message["leaves"])
+        step = _int(message["step"])
+        self.leader.hello(member, link=link, is_ready=is_ready, step=step, now=now, is_leaving=is_leaving)
         generation = self.leader.generation
-        if not was_handed_on and self.leader.is_handed_on:
+        if not knew_size and self.leader.knows_size:
             self._tell_size()
         has = _int(message["has"])
         self._nodes[link], self._has[link] = member.node, generation.number
@@ -110,7 +112,7 @@ class Leading:
         welcome: Message = {"is": "welcome", "epoch": self.epoch, "stop_at": boundary, **self._pace()}
         if has < generation.number:
             welcome["generation"] = generation.to_json()
-        if self.leader.is_handed_on:
+        if self.leader.knows_size:
             welcome["size"] = self.leader.size.to_json()
         self._out.append(Send((link,), welcome))
         if self.leader.preparing is not None:
@@ -174,6 +176,7 @@ class Leading:
                     self._out.append(Send((link,), {"is": "wait", "times": times, "seconds": seconds}))
         if now >= self._ping_at:
             self._ping_at = now + self.timing.beat_for(len(self._nodes))
+            self._run = self.leader.run
             self._out.append(Send(self.links, {"is": "ping", **self._pace()}))
 
     def committed(self, now: float) -> None:
@@ -221,7 +224,8 @@ class Leading:
 
     def _pace(self) -> Message:
         count = len(self._nodes)
-        return {"beat": self.timing.beat_for(count), "ttl": self.timing.ttl_for(count)}
+        pace: Message = {"beat": self.timing.beat_for(count), "ttl": self.timing.ttl_for(count)}
+        return {**pace, "run": self._run} if self._run else pace
 
 
 def _int(value: Any) -> int:

@@ -98,6 +98,16 @@ class RunNode:
         """It leads, or hears who does: what :attr:`generation` says is how things are."""
         return self._peer.leading is not None or self._peer.state is State.FOLLOWING
 
+    @property
+    def is_under_way(self) -> bool:
+        """The newest leader has said that nodes are there which have trained together, and hand the run on."""
+        return bool(self._peer.following.run)
+
+    @property
+    def is_waiting(self) -> bool:
+        """These wait for others to train with."""
+        return self._peer.following.run == "waiting"
+
     def ready(self) -> None:
         """It can be a member from now on."""
         self._ask(self._peer.on_ready)

@@ -379,7 +379,9 @@ class Peer:
     def _stagger(self, now: float) -> None:
         """Claim soon, survivors one after another."""
         self._drop()
-        if self.following.is_over or (self.following.is_leaving and not self.following.is_member):
+        if self.following.is_leaving and not self.following.is_member:  # it may still be saving what others begin with
+            self._enter(State.PAUSING, now + self.timing.grace / 2)
+        elif self.following.is_over:
             self._enter(State.PAUSING, now + self.following.ttl)
         else:
             self._enter(State.STAGGERING, now + self.election.stagger(self.generation))

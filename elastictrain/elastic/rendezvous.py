@@ -1,7 +1,7 @@
 """Where agents meet, as torch.distributed.elastic's ``RendezvousHandler`` wants it.
 
 :class:`LocalRendezvous` is one node that meets nobody: no store on the network, and a fresh port on loopback for every
-generation. Several nodes meet by :class:`~elastictrain.elastic.handler.RunRendezvous`.
+generation. Several nodes meet by :class:`~elastictrain.elastic.run_rendezvous.RunRendezvous`.
 
 On failure: what torch raises, ``RendezvousError`` and its kinds.
 """

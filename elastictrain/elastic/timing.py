@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elastictrain.elastic.chain import Member, Size
@@ -59,10 +59,18 @@ class Timing:
         """Can these train together, in a run of that size?"""
         return len(members) >= size.min_nodes and self.fit.holds([one.workers for one in members])
 
-    def choose(self, members: Sequence[Member], size: Size) -> tuple[Member, ...]:
-        """Those of them who train, if they are enough; the first rather than the last. Else all of them, who then wait."""
+    def choose(
+        self, members: Sequence[Member], size: Size, *, rather: Collection[str] = frozenset()
+    ) -> tuple[Member, ...]:
+        """Those of them who train, if they are enough; the first rather than the last. Else all of them, who then wait.
+
+        Args:
+            rather: names of those that are chosen before any others.
+        """
         there = members[: size.max_nodes]
-        chosen = tuple(there[place] for place in self.fit.choose([one.workers for one in there]))
+        order = sorted(range(len(there)), key=lambda place: there[place].node not in rather)
+        places = [order[index] for index in self.fit.choose([there[place].workers for place in order])]
+        chosen = tuple(there[place] for place in sorted(places))
         return chosen if self.is_enough(chosen, size) else tuple(there)
 
     def beat_for(self, num_nodes: int) -> float:

@@ -25,13 +25,16 @@ def why_it_stands_by(generation: Generation, size: Size, *, me: Member, timing: 
     return f"{len(there)} nodes train, and {timing.fit.needs}: standing by until there is a place"
 
 
-def why_it_waits(size: Size, *, is_member: bool, has_trained: bool, kept_out: tuple[int, float], needs: str) -> str:
+def why_it_waits(
+    size: Size, *, is_member: bool, has_trained: bool, is_paused: bool, kept_out: tuple[int, float], needs: str
+) -> str:
     """One line; empty: nothing that is worth saying.
 
     Args:
         size: the run's.
         is_member: this node is, of the newest generation.
         has_trained: this node's workers have, in an earlier generation.
+        is_paused: other nodes have, and wait as well.
         kept_out: how often its host was lost, and until when it is not let in, by :func:`time.monotonic`.
         needs: what the mesh does, in words.
     """
@@ -40,10 +43,12 @@ def why_it_waits(size: Size, *, is_member: bool, has_trained: bool, kept_out: tu
     if left > 0 and not is_member:
         when = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         return f"this host was lost {times} times in short: it is let in again at {when}"
-    if not has_trained and not needs:
+    if not (has_trained or is_paused or needs):
         return ""
     line = f"waiting for nodes, of which at least {size.min_nodes} are needed" + (f"; {needs}" if needs else "")
-    return line + ("; what this node keeps in memory stays" if has_trained else "")
+    if has_trained:
+        return line + "; what this node keeps in memory stays"
+    return line + ("; the run is paused until then, and this node waits with the others" if is_paused else "")
 
 
 def size_in_words(size: Size, own: Size) -> str:

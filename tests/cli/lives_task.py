@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from elastictrain import Task
 from elastictrain.parallel.mesh import sever
 from tests.parallel.lm import DIM, VOCAB, Block
-from tests.processes import children_of
+from tests.processes import FORKED, children_of
 
 NUM_SAMPLES, LENGTH = 48, 8
 
@@ -40,7 +40,7 @@ class Mortal(Block):
 
 def workers_of(agent: int) -> list[int]:
     """Its processes, spares too."""
-    return children_of(agent, running="elastictrain.cli.worker")
+    return sorted(children_of(agent, running="elastictrain.cli.worker") + children_of(agent, running=FORKED))
 
 
 class Samples(Dataset[Tensor]):

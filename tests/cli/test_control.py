@@ -17,7 +17,7 @@ import pytest
 from elastictrain.cli import control as control_module
 from elastictrain.cli.main import _main
 from elastictrain.elastic import control as elastic_control
-from elastictrain.elastic import handler
+from elastictrain.elastic import run_rendezvous
 from elastictrain.elastic.chain import Member
 from elastictrain.elastic.control import labels_of, node_called
 from elastictrain.errors import UsageError
@@ -53,7 +53,7 @@ def test_a_node_is_drained_the_run_is_scaled_the_leader_dies_and_all_the_others_
     call: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handler, "PATIENCE", 0.2)  # they say it sooner that they stand by
+    monkeypatch.setattr(run_rendezvous, "PATIENCE", 0.2)  # they say it sooner that they stand by
     nodes = make(1, 3)
     for name in "abc":
         nodes.start(name)

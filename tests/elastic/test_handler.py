@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import (
 
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import read_token
-from elastictrain.elastic import handler as handler_module
+from elastictrain.elastic import run_rendezvous as rendezvous_module
 from elastictrain.elastic.chain import Member
 from elastictrain.elastic.endpoint import host_and_port
-from elastictrain.elastic.handler import BACKEND, RunRendezvous, create
+from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.links import listen
+from elastictrain.elastic.run_rendezvous import RunRendezvous
 from elastictrain.elastic.runlog import RunLog
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
@@ -127,11 +128,11 @@ def test_a_first_member_that_does_not_answer_is_left_alone_once_there_is_a_newer
         has_tried.set()
         return TCPStore(*arguments, **named)
 
-    monkeypatch.setattr(handler_module, "STORE_TIMEOUT", timedelta(seconds=600))
+    monkeypatch.setattr(rendezvous_module, "STORE_TIMEOUT", timedelta(seconds=600))
     handler, silent = create(parameters(str(tmp_path))), listen("127.0.0.1")
     try:
         assert handler.next_rendezvous().world_size == 1
-        monkeypatch.setattr(handler_module, "TCPStore", store)
+        monkeypatch.setattr(rendezvous_module, "TCPStore", store)
         node, now = handler._node, handler._node.generation
         port = silent.getsockname()[1] if is_stopped else free_port()
         dead = Member("dead", "127.0.0.1", free_port(), port)
@@ -207,6 +208,39 @@ def test_a_node_that_has_stood_by_for_longer_than_it_would_wait_for_a_first_one_
         waiting.join(60)
         assert [info.world_size for info in stepped_in] == [1]
         assert made[1]._current.number == made[0]._current.number + 1, "it has asked for no other one"
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
+def test_a_newcomer_to_a_paused_run_waits_for_as_long_as_the_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "PATIENCE", 0.2)
+
+    def one(**more: Any) -> RunRendezvous:
+        made.append(create(parameters(str(tmp_path), nodes=(3, 3), **more), num_workers=1, has_steps=True))
+        return made[-1]
+
+    def wait(handler: RunRendezvous) -> threading.Thread:
+        thread = threading.Thread(target=lambda: done.append(handler.next_rendezvous()), daemon=True)
+        thread.start()
+        return thread
+
+    made: list[RunRendezvous] = []
+    done: list[RendezvousInfo] = []
+    try:
+        all_next([one(), one(), one()])
+        made[1].shutdown()
+        made[2].shutdown()  # they have workers with steps: to the others they are lost
+        waiting = [wait(made[0]), wait(newcomer := one(join_timeout=1.0))]
+        wait_for(lambda: "the run is paused until then, and this node waits with the others" in newcomer._told)
+        waiting[1].join(1.5)
+        assert waiting[1].is_alive(), "it has given up"
+        waiting.append(wait(one()))
+        for thread in waiting:
+            thread.join(60)
+        assert [info.world_size for info in done] == [3, 3, 3]
     finally:
         for handler in made:
             handler._node.stop()

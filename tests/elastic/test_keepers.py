@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from elastictrain.checkpoint.found import is_replaced
+from elastictrain.checkpoint.held import About
 from elastictrain.elastic import agent as agents
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
@@ -34,6 +36,7 @@ class SlowProcess:
     def __init__(self) -> None:
         self.may_come = threading.Event()
         self.is_alive = self.is_new = False
+        self.is_replaced = lambda: False
         self.address = dict[str, Any]()
         self.said = list[str]()
 
@@ -97,6 +100,39 @@ def test_a_keeper_that_is_there_before_it_is_asked_for(tmp_path: Path, is_new: b
     assert json.loads((tmp_path / ANSWER).read_text())["socket"] == "a name"
     keepers.end(is_over=False)
     assert process.said == [said]
+
+
+@pytest.mark.parametrize(("is_out", "is_replaced", "said"), [(1, 1, "end"), (1, 0, "leave"), (0, 1, "leave")])
+def test_the_keeper_of_a_node_that_has_stood_by_ends_with_it_where_others_hold_as_much(
+    tmp_path: Path, is_out: bool, is_replaced: bool, said: str
+) -> None:
+    keepers, process, _ = tended(tmp_path)
+    process.is_alive, process.is_replaced = True, lambda: bool(is_replaced)
+    keepers.end(is_over=False, is_out=bool(is_out))
+    assert process.said == [said]
+
+
+def listed(*ranks: int, start: int = 1, step: int = 10, is_copy: bool = False) -> list[dict[str, Any]]:
+    """What a keeper of a run with two ranks lists."""
+    about = [About(f"{start}/{step}", step, start, "run", "job", rank, 2, 100, {}) for rank in ranks]
+    manifest = {"bytes": 10, "sha256": "0" * 64}
+    return [{"about": one.to_json(), "is_copy": is_copy, "manifest": manifest} for one in about]
+
+
+def test_when_what_a_keeper_holds_is_of_no_use_any_more() -> None:
+    a, b = {"host": "a", "port": 1}, {"host": "b", "port": 1}
+
+    def whole_at(**when: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        return [(at, listed(own, **when) + listed(1 - own, is_copy=True, **when)) for own, at in enumerate((a, b))]
+
+    mine = listed(0, step=8) + listed(1, step=10, is_copy=True)
+    assert is_replaced(mine, whole_at(step=10)) and is_replaced(mine, whole_at(step=11))
+    assert not is_replaced(mine, whole_at(step=9)), "it is newer"
+    assert is_replaced(mine, whole_at(start=2, step=9)), "a later start has gone on from before"
+    assert not is_replaced(mine, [(a, listed(0, 1)), (b, [])]), "one node's death would cost it"
+    assert is_replaced(mine, [(a, listed(0, 1))]), "there is only one"
+    assert not is_replaced(mine, [(a, listed(0)), (b, listed(0, is_copy=True))]), "a part is nowhere else"
+    assert not is_replaced(mine, []) and is_replaced([], [])
 
 
 def _raises(error: BaseException) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastictrain.channel import key_of
 from elastictrain.checkpoint.token import read_token
-from elastictrain.elastic import handler
+from elastictrain.elastic import run_rendezvous
 from elastictrain.elastic.chain import Entry, Loss
 from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.rendezvous import GenerationHandler
@@ -179,10 +179,33 @@ def test_nodes_join_and_leave_without_a_lost_step(make: Callable[..., Nodes]) ->
 
 
 @pytest.mark.slow
+def test_who_steps_in_for_all_waits_for_the_last_that_saves_also_where_the_leader_has_ended_before(
+    make: Callable[..., Nodes],
+) -> None:
+    nodes = make(1, 2, last_call_timeout=30.0)
+    for name in "abc":
+        nodes.start(name, job={"ending": {"1": 3.0}})
+        wait_for(lambda: nodes.entry.leader is not None)
+        nodes.wait("a", "b") if name == "b" else None
+    wait_for(lambda: "standing by" in nodes.runs["c"].stderr)
+    leader = nodes.leader
+    leaving = [nodes.runs.pop(name) for name in "ab"]
+    for run in leaving:
+        run.signal(signal.SIGTERM)
+    assert [run.wait(is_last=False)["code"] for run in leaving] == [75, 75], leaving[1].stderr
+    number = nodes.wait("c")
+    ends = [(nodes.folder / f"ended-0-{rank}").stat().st_mtime for rank in (0, 1)]
+    assert leader == "a" and ends[1] - ends[0] > 2.0, "the leader has ended first"
+    assert (nodes.folder / f"pid-{number}-0").stat().st_mtime > ends[1], "it has begun before all was saved"
+    nodes.check(planned=1)
+    assert nodes.stop()[0]["code"] == 75
+
+
+@pytest.mark.slow
 def test_nodes_die_in_every_way(make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
     """A member, the leader, a worker; a stopped agent comes back; two at once; one that joins as another is lost; and one
     whose host is lost again and again."""
-    monkeypatch.setattr(handler, "PATIENCE", 0.2)  # they say it sooner that they wait
+    monkeypatch.setattr(run_rendezvous, "PATIENCE", 0.2)  # they say it sooner that they wait
     nodes = make(1, 4, ttl=3.0, return_delay=600.0, max_return_delay=600.0)
     for name in "abc":
         nodes.start(name)

@@ -208,6 +208,16 @@ def test_nodes_that_the_mesh_has_no_place_for_stand_by() -> None:
     assert world.log[-1].generation.boundary > 0
 
 
+def test_where_a_mesh_has_no_place_for_all_that_are_left_the_neighbours_of_a_lost_node_are_kept() -> None:
+    """They alone may hold what it had, and what was copied to it."""
+    for lost, kept in ((0, [1, 3]), (1, [0, 2]), (2, [1, 3]), (3, [0, 2])):
+        world = formed(4, max_nodes=8, fit=Fit(2))
+        before = members(world)
+        world.crash(world.nodes[before[lost]])
+        world.until(lambda: world.agree() and len(members(world)) == 2)  # noqa: B023
+        assert members(world) == [before[place] for place in kept], lost
+
+
 def test_a_leave_lets_others_stand_by_who_are_not_counted_as_leaving() -> None:
     world = formed(4, max_nodes=8, fit=Fit(2))
     leaving = others(world)[0]
@@ -215,7 +225,7 @@ def test_a_leave_lets_others_stand_by_who_are_not_counted_as_leaving() -> None:
     world.tell(leaving, leaving.peer.on_leave)
     world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
     last = world.log[-1].generation
-    assert (len(last.members), last.num_leaving, last.is_paused) == (2, 1, False)
+    assert (len(last.members), last.leaving, last.is_paused) == (2, (leaving.name,), False)
     assert f"left {leaving.name}; standing by " in last.reason
 
 
@@ -321,8 +331,9 @@ def test_where_no_member_stays_the_others_begin_once_the_last_of_them_has_ended(
     """What they begin with is what those save at the step where they stop, and they go on with the same job."""
     for num_nodes in (1, 2):
         world = formed(num_nodes, min_nodes=1, max_nodes=num_nodes)
-        world.ending = 3.0  # seconds that workers save at their last step
         trained, before = [world.nodes[name] for name in members(world)], world.log[-1].generation
+        for node in trained:
+            node.ending = 3.0
         new = [world.spawn().name for _ in trained]
         world.pass_time(2.0)
         for node in trained:
@@ -334,6 +345,36 @@ def test_where_no_member_stays_the_others_begin_once_the_last_of_them_has_ended(
         world.until(lambda: world.agree() and sorted(members(world)) == sorted(new))  # noqa: B023
         after = world.log[-1].generation
         assert (after.job, after.first) == (before.job, before.first)
+
+
+def test_a_new_leader_waits_for_those_that_still_save_where_the_old_one_has_ended_first() -> None:
+    """It knows from the log that they leave, and they look for it."""
+    for num_nodes in (2, 3):
+        world = formed(num_nodes, min_nodes=1, max_nodes=num_nodes)
+        trained, first = [world.nodes[name] for name in members(world)], world.leader
+        late = next(node for node in trained if node is not first)
+        late.ending = 6.0
+        new = [world.spawn() for _ in trained]
+        world.pass_time(2.0)
+        for node in trained:
+            node.is_leaving = True
+            world.tell(node, node.peer.on_leave)
+        world.until(lambda: not first.is_alive)  # noqa: B023
+        assert late.is_alive and world.log[-1].generation.leaving == tuple(node.name for node in trained)
+        world.until(lambda: any(node.current.rank_of(node.name) is not None for node in new))  # noqa: B023
+        assert not late.is_alive, "it still saves what the others begin with"
+        world.until(lambda: world.agree() and sorted(members(world)) == sorted(node.name for node in new))  # noqa: B023
+
+
+def test_a_new_leader_does_not_wait_for_those_that_ended_unheard() -> None:
+    world = formed(2, min_nodes=1, max_nodes=2)
+    trained, new = [world.nodes[name] for name in members(world)], [world.spawn() for _ in range(2)]
+    world.pass_time(2.0)
+    for node in trained:
+        node.is_leaving = True
+        world.tell(node, node.peer.on_leave)
+    world.until(lambda: not any(node.is_alive for node in trained))
+    assert world.until(lambda: world.agree() and sorted(members(world)) == sorted(node.name for node in new)) < 4.0
 
 
 def test_a_node_that_is_asked_to_go_goes_also_where_the_leader_dies_then() -> None:

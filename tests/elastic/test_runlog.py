@@ -247,7 +247,12 @@ def test_what_may_follow_what() -> None:
     check_follows(scaled, claim("b", scaled))
     assert (claim("b", scaled).size, claim("b", scaled).losses) == (Size(1, 1), formed.losses), "the run's, not its own"
     assert claim("b", formed.with_closed("done")).size == ANY, "nobody is left whose run it is"
+    left = replace(two, number=3)
+    smaller = formed.with_generation(replace(two, size=Size(1, 2)), ()).with_size(Size(1, 1))
+    check_follows(smaller, smaller.with_generation(left, ()))  # what a loss has left is more than the run's most
     for before, after in [
+        (smaller, smaller.with_generation(replace(left, boundary=9), ())),  # the same, planned
+        (smaller, smaller.with_generation(replace(left, members=(Member("a"), Member("c"))), ())),  # one came
         (Entry(), formed),  # a hole
         (first, replace(claim("b", first), epoch=3)),  # an epoch left out
         (first, first.with_generation(Generation(2, 1, (Member("a"),)), ())),  # a generation left out
@@ -278,6 +283,7 @@ def test_what_may_follow_what() -> None:
         {**Entry().to_json(), "size": [3, 2]},
         {**Entry().to_json(), "size": [0, 2]},
         {**Entry().to_json(), "size": 4},
+        {**Entry().to_json(), "generation": {**Generation().to_json(), "leaving": 1}},
         {**Entry().to_json(), "losses": [["host", -1, 0.0]]},
     ],
 )

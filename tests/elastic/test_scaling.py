@@ -78,6 +78,23 @@ def test_a_new_size_survives_the_leader_that_took_it() -> None:
     world.until(lambda: is_so(world, 2), seconds=60.0)
 
 
+def test_a_loss_as_a_run_is_made_smaller_takes_nobody_else_out_before_a_step_is_agreed_on() -> None:
+    """What the lost node had, those above the new MAX alone may hold: they step aside once it is whole elsewhere."""
+    world = formed(4)
+    for node in world.nodes.values():
+        node.pace = 5.0  # nobody comes to a step meanwhile
+    scale(world, 1, 2)
+    world.until(lambda: world.size == Size(1, 2), seconds=5.0)
+    lost = others(world)[0]
+    left = [name for name in members(world) if name != lost.name]
+    world.crash(lost)
+    world.until(lambda: lost.name not in members(world), seconds=5.0)
+    assert members(world) == left and world.log[-1].generation.boundary == -1
+    world.until(lambda: is_so(world, 2), seconds=60.0)
+    last = world.log[-1].generation
+    assert members(world) == left[:2] and last.boundary >= 0 and last.reason == f"MAX is 2: standing by {left[2]}"
+
+
 def test_a_node_that_joins_obeys_the_run_and_not_its_own_command() -> None:
     world = formed(2)
     world.spawn(timing=replace(TIMING, min_nodes=1, max_nodes=2))
@@ -100,6 +117,23 @@ def test_where_nobody_is_left_the_size_is_the_next_command_s() -> None:
     world.spawn(timing=replace(TIMING, min_nodes=1, max_nodes=5))
     world.until(lambda: is_so(world, 2))
     assert world.size == Size(1, 5) and all(node.size is None for node in world.nodes.values() if node.is_alive)
+
+
+def test_in_a_run_given_again_after_its_end_a_node_with_another_command_is_told_the_size() -> None:
+    """Also before it has begun: what `elastictrain scale` then asks for is in the log, and every node knows it."""
+    world = formed(3)
+    for node in list(world.nodes.values()):
+        world.crash(node)
+    first = world.spawn(timing=replace(TIMING, min_nodes=2, max_nodes=5))
+    world.until(lambda: first.peer.leading is not None)
+    scale(world, 3, 6)
+    world.until(lambda: world.size == Size(3, 6), seconds=5.0)
+    late = [world.spawn(timing=replace(TIMING, min_nodes=1, max_nodes=2)) for _ in range(2)]
+    world.until(lambda: late[0].size == Size(3, 6), seconds=5.0)
+    scale(world, 2, 5)
+    world.until(lambda: world.size == Size(2, 5), seconds=5.0)
+    world.until(lambda: world.agree() and members(world)[0] == first.name)
+    assert [node.size for node in (first, *late)] == [Size(2, 5)] * 3
 
 
 def test_what_is_no_size_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 The job says what happens: {"steps": N, "pace": seconds, "log": folder, "events": {"GENERATION/RANK": [step, what]}}.
 A step writes "generation rank step" to the log; training starts from the log's newest "checkpoint" (every 10 steps).
+With {"ending": {"RANK": seconds}} a rank takes so long where all stop.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ def train(mine: AgentMembership) -> None:
         with open(log / "steps", "a") as file:
             file.write(f"{mine.generation} {mine.rank} {step}\n")
         if mine.boundary(step) is not None:
+            time.sleep(job.get("ending", {}).get(str(mine.rank), 0.0))
+            (log / f"ended-{mine.generation}-{mine.rank}").touch()
             if mine.rank == 0:
                 save(checkpoint, step)
             break

@@ -69,6 +69,7 @@ class Node:
     is_leaving: bool = False
     has_left: bool = False
     comes_back: bool = False  # an earlier node of its host was lost
+    ending: float = 0.0  # seconds that its workers take to save at a step where all stop
     size: Size | None = None  # told by a leader
     kept_out: list[tuple[int, float]] = field(default_factory=list)  # what it was told of that: times, seconds
     current: Generation = NONE  # in which the worker trains
@@ -106,7 +107,6 @@ class World:
         self.sides: dict[str, int] = {}  # a partition
         self.cut: set[frozenset[str]] = set()  # single ways that are cut
         self.num_fenced = 0
-        self.ending = 0.0  # seconds that workers take to save at a step where all stop
         self._agreed_since = float("inf")
         for _ in range(num_nodes):
             self.spawn()
@@ -314,7 +314,7 @@ class World:
                 node.is_leaving = True
             case Left():
                 node.has_left = True
-                self.at(self.now + 0.05 + self.ending, self.crash, node)
+                self.at(self.now + 0.05 + node.ending, self.crash, node)
             case Trim():
                 pass
 
