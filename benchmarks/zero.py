@@ -27,9 +27,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Subset
 
 from elastictrain import MeshConfig, Trainer
-from elastictrain.config import StepPlan
 from elastictrain.parallel.memory import memory
 from elastictrain.planning import describe
+from elastictrain.step_plan import StepPlan
 from examples.byte_lm import ByteLM, Windows
 
 MIB = 1 << 20

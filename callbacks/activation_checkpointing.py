@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 
 from elastictrain.callback import Callback
-from elastictrain.config import Recompute, StepPlan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import Recompute, StepPlan
 
 _MODES = ("full", "selective")
 

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from elastictrain.callback import Callback
-from elastictrain.config import Compilation, StepPlan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import Compilation, StepPlan
 
 
 class Compile(Callback):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from elastictrain.callback import Callback
-from elastictrain.config import StepPlan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import StepPlan
 
 
 class GradientAccumulation(Callback):

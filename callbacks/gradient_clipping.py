@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from elastictrain.callback import Callback, StepInfo
-from elastictrain.config import StepPlan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import StepPlan
 
 
 class GradientClipping(Callback):

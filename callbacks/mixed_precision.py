@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 
 from elastictrain.callback import Callback
-from elastictrain.config import Precision, StepPlan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import Precision, StepPlan
 
 _KNOWN = ("bf16", "fp16", "fp8", "fp32")
 

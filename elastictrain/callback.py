@@ -1,7 +1,7 @@
 """The public callback: what a callback may change, what it may watch, what it keeps.
 
 A callback does two kinds of things. **It shapes the step**: :meth:`Callback.configure` receives the frozen
-:class:`~elastictrain.config.StepPlan` before a generation is built and returns another one. **It watches**: the ``on_*``
+:class:`~elastictrain.step_plan.StepPlan` before a generation is built and returns another one. **It watches**: the ``on_*``
 hooks get a small immutable record each, never the trainer's insides. What it returns from :meth:`Callback.state_dict`
 is part of the run's state.
 
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastictrain.config import MeshShape, StepPlan
+from elastictrain.config import MeshShape
+from elastictrain.step_plan import StepPlan
 
 
 class RunInfo(NamedTuple):

@@ -27,7 +27,6 @@ from elastictrain.compat.lightning import (
 from elastictrain.compat.self_log import make_log
 from elastictrain.compat.supported import check_supported
 from elastictrain.compat.trainer_view import TrainerView
-from elastictrain.config import StepPlan, apply_plan
 from elastictrain.elastic.membership import Membership
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.loop import BATCH_HOOKS, StepRunner
@@ -42,6 +41,7 @@ from elastictrain.piping import check_piped
 from elastictrain.reporting import log_to_loggers
 from elastictrain.rundir import RunDir
 from elastictrain.session import Recovery, Session, Settings
+from elastictrain.step_plan import StepPlan, apply_plan
 
 
 def open_session(

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elastictrain.compat.lightning import LightningCallback, LightningModule, is_overridden
-from elastictrain.config import StepPlan
 from elastictrain.data.slots import Slot, Work
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.parallel.pipeline import Job, Pipeline
@@ -26,6 +25,7 @@ from elastictrain.parallel.relay import random_state
 from elastictrain.parallel.stages import shapes_key
 from elastictrain.passes import slot_share, zero_grad
 from elastictrain.session import Session
+from elastictrain.step_plan import StepPlan
 from elastictrain.task import Task
 
 _BACKWARD_HOOKS = ("backward", "on_before_backward", "on_after_backward")

@@ -25,7 +25,6 @@ from elastictrain.compat.lightning import (
 )
 from elastictrain.compat.supported import copies_the_model
 from elastictrain.compat.torch import FakeTensorMode, hollow, tree_map
-from elastictrain.config import Recompute, StepPlan
 from elastictrain.data.choose import Sizes, slot_plan
 from elastictrain.data.randomness import generators_kept
 from elastictrain.data.slots import SlotPlan
@@ -41,6 +40,7 @@ from elastictrain.parallel.roles import Role, must_divide, roles
 from elastictrain.parallel.shard import DTYPES
 from elastictrain.parallel.units import block_names
 from elastictrain.piping import pipe_trouble
+from elastictrain.step_plan import Recompute, StepPlan
 from elastictrain.task import Task
 
 Source = Callable[[], Any]

@@ -24,7 +24,7 @@ from elastictrain.compat.lightning import (
     LightningOptimizer,
     LRSchedulerConfig,
 )
-from elastictrain.config import CheckpointConfig, MeshConfig, StepPlan, Weights
+from elastictrain.config import CheckpointConfig, MeshConfig, Weights
 from elastictrain.data.choose import Chosen
 from elastictrain.data.evaluation import EvalLoader
 from elastictrain.elastic.membership import Membership
@@ -38,6 +38,7 @@ from elastictrain.metrics.record import Recorder
 from elastictrain.parallel.build import Built
 from elastictrain.parallel.mesh import Mesh, Ranks
 from elastictrain.rundir import RunDir
+from elastictrain.step_plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ def _measure(question: _Question) -> Model:
     from elastictrain.cli.settings import Signature
     from elastictrain.cli.target import load_class
     from elastictrain.compat.lightning import split_callbacks
-    from elastictrain.config import StepPlan, apply_plan
     from elastictrain.planning import build_hollow, describe, task_source
+    from elastictrain.step_plan import StepPlan, apply_plan
 
     cls = load_class(question.target)
     values = Signature.of(cls).convert(question.settings)

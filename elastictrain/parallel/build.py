@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.config import MeshConfig, MeshShape, StepPlan
+from elastictrain.config import MeshConfig, MeshShape
 from elastictrain.data.slots import named_seed
 from elastictrain.errors import UsageError
 from elastictrain.parallel import topology
@@ -44,6 +44,7 @@ from elastictrain.parallel.schedules import SPLIT_BACKWARD, owners
 from elastictrain.parallel.shard import Sharded, shard_units
 from elastictrain.parallel.tensor import TensorParallel, cut, empty
 from elastictrain.parallel.units import Cut, block_names, cut_stages
+from elastictrain.step_plan import StepPlan
 
 
 class Shaping:

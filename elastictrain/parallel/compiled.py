@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.config import Compilation
 from elastictrain.parallel.forwards import Forward, Forwards, forward_of
+from elastictrain.step_plan import Compilation
 
 
 def compile_blocks(task: nn.Module, names: Sequence[str], plan: Compilation, forwards: Forwards) -> None:

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from elastictrain.config import StepPlan
 from elastictrain.errors import UsageError
 from elastictrain.parallel.buffers import NORMS
 from elastictrain.parallel.mesh import Mesh
+from elastictrain.step_plan import StepPlan
 
 PROBED = 256  # tokens of a sequence that are computed in parts and as a whole, to be compared
 

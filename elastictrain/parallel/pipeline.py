@@ -34,7 +34,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from elastictrain.compat.torch import is_view, tree_leaves
-from elastictrain.config import Precision
 from elastictrain.data.slots import SlotPlan
 from elastictrain.errors import UsageError
 from elastictrain.parallel.buffers import RunningStats
@@ -53,6 +52,7 @@ from elastictrain.parallel.stages import (
 )
 from elastictrain.parallel.units import Cut
 from elastictrain.parallel.unused import Unused
+from elastictrain.step_plan import Precision
 
 
 class Job(NamedTuple):

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from elastictrain.config import Precision
 from elastictrain.parallel.mesh import Mesh
 from elastictrain.parallel.shard import DTYPES
 from elastictrain.parallel.sharing import Names
 from elastictrain.parallel.stages import CutModel, StageModule
+from elastictrain.step_plan import Precision
 
 
 class Placed:

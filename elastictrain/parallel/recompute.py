@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastictrain.compat.torch import argument_names, is_random
-from elastictrain.config import Recompute
 from elastictrain.errors import UsageError
 from elastictrain.parallel.forwards import Forward, Forwards, forward_of
+from elastictrain.step_plan import Recompute
 
 _CHANGING = "_elastictrain_changing"  # on a module: names of the buffers that its forward pass changes, once known
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from elastictrain.config import Precision
 from elastictrain.parallel.forwards import Forwards
 from elastictrain.parallel.mesh import Mesh
 from elastictrain.parallel.units import block_names
 from elastictrain.parallel.unused import Unused
+from elastictrain.step_plan import Precision
 
 IDLE = "_elastictrain_idle"  # on a module: it runs without data, for the sake of FSDP's collectives
 # By precision, the numbers of a forward pass; with fp8 of all but some products.

@@ -13,7 +13,7 @@ import pytest
 from elastictrain import Callback, Trainer, UsageError
 from elastictrain.callbacks import HOME, MixedPrecision
 from elastictrain.callbacks.registry import parse_callback, resolve_callback
-from elastictrain.config import StepPlan
+from elastictrain.step_plan import StepPlan
 from tests.helpers import ROOT, logged
 from tests.trainer.tasks import Recorded
 

@@ -14,8 +14,8 @@ from elastictrain.callbacks import (
     GradientClipping,
     MixedPrecision,
 )
-from elastictrain.config import Compilation, Precision, Recompute, StepPlan, apply_plan
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import Compilation, Precision, Recompute, StepPlan, apply_plan
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from elastictrain.callbacks import (
     ProgressBar,
 )
 from elastictrain.callbacks.registry import known_callbacks, parse_callback, resolve_callback
-from elastictrain.config import Compilation, Recompute
 from elastictrain.errors import UsageError
+from elastictrain.step_plan import Compilation, Recompute
 
 ROOT = Path(__file__).parents[2]
 

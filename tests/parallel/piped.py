@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from elastictrain import Task
-from elastictrain.config import MeshShape, Precision
+from elastictrain.config import MeshShape
 from elastictrain.parallel.clipping import grad_norm
 from elastictrain.parallel.mesh import join, leave, make_mesh
 from elastictrain.parallel.pipeline import Job, Pipeline
@@ -21,6 +21,7 @@ from elastictrain.parallel.relay import random_state
 from elastictrain.parallel.schedules import owners
 from elastictrain.parallel.stages import shapes_key
 from elastictrain.parallel.units import cut_stages
+from elastictrain.step_plan import Precision
 
 VOCABULARY, WIDTH = 16, 8
 

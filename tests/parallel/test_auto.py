@@ -12,11 +12,12 @@ from torch import Tensor
 from elastictrain import Callback, Trainer
 from elastictrain.callback import RunInfo
 from elastictrain.compat.lightning import LightningCallback
-from elastictrain.config import MeshShape, Precision, StepPlan
+from elastictrain.config import MeshShape
 from elastictrain.parallel import build
 from elastictrain.parallel.memory import Model, memory
 from elastictrain.parallel.planner import Devices, plan
 from elastictrain.planning import describe
+from elastictrain.step_plan import Precision, StepPlan
 from tests.helpers import run_ranks
 from tests.parallel.lm import LM
 

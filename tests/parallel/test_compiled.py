@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from elastictrain import MeshConfig, Trainer, UsageError
 from elastictrain.callbacks import ActivationCheckpointing, Compile, GradientClipping, MixedPrecision
 from elastictrain.comparing import worst
-from elastictrain.config import Compilation, StepPlan
 from elastictrain.parallel.build import _cut
 from elastictrain.parallel.compiled import missing_to_compile
+from elastictrain.step_plan import Compilation, StepPlan
 from tests.helpers import apart, logged, run_ranks
 from tests.parallel.llama import Options, Seen, steps_of
 from tests.trainer.tasks import Recorded, train

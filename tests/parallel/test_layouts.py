@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.config import MeshConfig, StepPlan
+from elastictrain.config import MeshConfig
 from elastictrain.errors import UsageError
 from elastictrain.parallel.build import Built, configure, lay_out
 from elastictrain.parallel.mesh import join, leave
 from elastictrain.parallel.replicate import GradientSum
 from elastictrain.parallel.shard import shard_units
 from elastictrain.parallel.units import equal_blocks
+from elastictrain.step_plan import StepPlan
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

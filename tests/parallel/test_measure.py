@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from elastictrain.compat.torch import hollow
-from elastictrain.config import MeshShape, Precision, Recompute, StepPlan
+from elastictrain.config import MeshShape
 from elastictrain.parallel.build import Shaping
 from elastictrain.parallel.measure import optimizer_state
 from elastictrain.parallel.memory import Model, memory
 from elastictrain.parallel.plans import read_plan
 from elastictrain.parallel.roles import must_divide, roles
 from elastictrain.planning import describe
+from elastictrain.step_plan import Precision, Recompute, StepPlan
 from tests.parallel.lm import DIM, LM, SEQ
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastictrain.config import PP_SCHEDULES, MeshShape, Precision
+from elastictrain.config import PP_SCHEDULES, MeshShape
 from elastictrain.errors import UsageError
 from elastictrain.parallel.mesh import join, leave, make_mesh
 from elastictrain.parallel.pipeline import Job, Pipeline
 from elastictrain.parallel.schedules import check_microbatches, owners
 from elastictrain.parallel.stages import shapes_key
 from elastictrain.parallel.units import cut_stages
+from elastictrain.step_plan import Precision
 from tests.helpers import RankError, apart, run_ranks
 from tests.parallel.piped import MODELS, train
 

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from elastictrain import Trainer
-from elastictrain.config import MeshConfig, MeshShape, StepPlan
+from elastictrain.config import MeshConfig, MeshShape
 from elastictrain.parallel.memory import Model, memory
 from elastictrain.planning import describe
+from elastictrain.step_plan import StepPlan
 from tests.helpers import run_ranks
 from tests.parallel.lm import LM
 from tests.parallel.test_measure import peak_of

@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
 from elastictrain.callbacks import ActivationCheckpointing
-from elastictrain.config import Recompute, StepPlan
 from elastictrain.errors import UsageError
 from elastictrain.parallel.build import Shaping
 from elastictrain.parallel.recompute import _policy
+from elastictrain.step_plan import Recompute, StepPlan
 from tests.helpers import run_ranks
 from tests.trainer.tasks import Recorded, train
 

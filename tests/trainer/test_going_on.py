@@ -19,13 +19,14 @@ from torch.utils.data import TensorDataset
 from elastictrain import Callback, Task, Trainer
 from elastictrain import lives as lives_module
 from elastictrain.compat.torch import compiled_frames, is_compiled
-from elastictrain.config import MeshShape, StepPlan
+from elastictrain.config import MeshShape
 from elastictrain.elastic import membership as membership_module
 from elastictrain.elastic.line import Line, Speaker
 from elastictrain.elastic.membership import AgentMembership
 from elastictrain.lives import COMPILES, Lives
 from elastictrain.origin import Origin
 from elastictrain.parallel.mesh import Ranks
+from elastictrain.step_plan import StepPlan
 from tests.helpers import run_ranks
 from tests.trainer.test_lives import be_agent, places
 
