@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from elastictrain.compat import torch as compat_torch
 from elastictrain.config import MeshShape
 from elastictrain.errors import GenerationOver, is_lost_peer
-from elastictrain.parallel.mesh import abandon, join, make_mesh, making_groups, sever, severance
+from elastictrain.parallel.mesh import abandon, join, make_mesh, making_groups, severance
 from tests.helpers import free_port, run_ranks
 
 SECONDS = 20.0  # no test waits for so long; a group's timeout is half an hour
