@@ -22,6 +22,7 @@ from elastictrain.metrics.earlier import Earlier
 from elastictrain.metrics.goodput import CAUSES, Goodput, Recent, goodput
 from elastictrain.session import Session
 
+_PHASES = ("detect", "rendezvous", "waiting", "rebuild", "restore")  # of what comes before a first step
 _VIEW_EVERY = 1.0  # seconds
 _MANY = 1024  # ranks, from which on they do not tell how busy they were
 
@@ -60,7 +61,7 @@ class Account:
         if s.recovery is None or not s.ranks.is_main:
             return {}
         was = s.recovery
-        phases = {cause: s.times.seconds[cause] for cause in ("detect", "rendezvous", "rebuild", "restore")}
+        phases = {cause: s.times.seconds[cause] for cause in _PHASES}
         now = time.time()
         event = {
             "cause": was.cause,

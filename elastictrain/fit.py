@@ -169,6 +169,7 @@ class FitLoop:
         """The optimizer has stepped: count, report, validate where it is due."""
         s, number = self._session, self._session.counters.step + 1
         self.reporter.count(work)
+        s.num_stepped = number
         s.chosen.feed.commit(work)
         due = work.is_last if s.settings.val_every is None else number % s.settings.val_every == 0
         try:

@@ -102,6 +102,7 @@ def open_session(
                 int(history["reached"]),
                 int(history["nodes"]) if "nodes" in history else None,
                 is_planned="planned" in history,
+                lost=membership.lost,
             )
     publishes_to = membership.publishes_to if purpose == "fit" else None
     return Session(

@@ -28,6 +28,7 @@ from elastictrain.metrics.console import make_console, print_line
 from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short
 from elastictrain.metrics.panels import ledger_panels
+from elastictrain.metrics.presence import node_id
 from elastictrain.metrics.reading import EVENT as READING
 from elastictrain.metrics.reading import Signs
 from elastictrain.metrics.record import Recorder
@@ -292,17 +293,26 @@ class Resumption:
         if not (s.accounts or s.ranks.is_main):
             return
         host, number = socket.gethostname(), mine.node_rank
-        node = f"{mine.node or host}-{mine.agent_pid}"
-        counts = (lambda: (s.counters.step, s.counters.samples, s.counters.tokens)) if s.accounts else None
-        s.ledger = Ledger(s.run_dir, generation=generation, number=number, node=node, counts=counts)
+        node = node_id(mine.node, mine.agent_pid)
+
+        def counts() -> tuple[int, int, int]:
+            return max(s.counters.step, s.num_stepped), s.counters.samples, s.counters.tokens
+
+        s.ledger = Ledger(
+            s.run_dir, generation=generation, number=number, node=node, counts=counts if s.accounts else None
+        )
         if s.ranks.is_main:
             s.ledger.started(step=s.counters.step, world_size=s.ranks.world_size, mesh=str(s.mesh.shape))
+            if (was := s.recovery) is not None:
+                for lost_host, pid in was.lost:
+                    s.ledger.note("gone", time=was.ended, host=lost_host, agent_pid=pid)
         if s.accounts:
             about = {"name": mine.node or host, "host": host, "agent_pid": mine.agent_pid}
             about["workers"] = [{"rank": rank, "pid": pid} for where, rank, pid in workers if where == number]
             reached = -1 if s.recovery is None else s.recovery.reached
             s.times.settle()
             s.begun = s.ledger.opened(s.times, step=s.counters.step, reached=reached, **about)
+            mine.opened_ledger(s.run_dir.path if s.run_dir.is_local else s.run_dir.url)
 
     def _named(self, resume: str | Weights) -> str | None:
         """The checkpoint whose whole state a new run begins with."""

@@ -1,6 +1,7 @@
 """The run directory: any fsspec URL that all nodes reach, and the few things one may do there.
 
-Object stores cannot append or rename, so nothing here does: everything is written as a whole new object, once.
+Object stores cannot append or rename, so nothing here does: everything is written as a whole new object, once; only what
+agents say of themselves is replaced (:mod:`elastictrain.metrics.presence`).
 :meth:`RunDir.create` refuses to overwrite. Imports no torch: the command line looks here before it starts anything.
 
 On failure: a scheme nobody knows, missing credentials, a bucket that is not there or a directory that cannot be written

@@ -82,6 +82,7 @@ class Recovery:
         reached: finished steps by then; -1 if none.
         nodes: that took part in it; None: not known.
         is_planned: nodes joined or left in good order, nothing failed.
+        lost: host and pid of agents that were in it and are not in this one, though nobody had planned that.
     """
 
     cause: str
@@ -89,6 +90,7 @@ class Recovery:
     reached: int
     nodes: int | None = None
     is_planned: bool = False
+    lost: Sequence[tuple[str, int]] = ()
 
 
 @dataclass
@@ -132,6 +134,7 @@ class Session:
     num_cut_short: int = 0  # earlier starts of this run that did not end in good order; rank 0 knows
 
     counters: Counters = field(default_factory=Counters)
+    num_stepped: int = 0  # steps whose optimizer is done: one more than ``counters.step`` while that one is told of
     stage: str = "train"  # train, validate, test, predict
     purpose: str = "fit"  # what the user called: fit, validate, test, predict
     is_whole: bool = False  # the state is that after ``counters.step`` steps; not from the optimizer to the boundary

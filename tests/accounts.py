@@ -2,15 +2,11 @@
 
     python -m tests.accounts [--runs 10] [--seed 0]
 
-Each run has one node with two workers, or two nodes with one. On its way workers and nodes are killed, nodes leave, all are
-stopped by Ctrl-C, and what is gone is started again. Measured is from outside: when each agent was started, and when it had
-ended or was killed. Compared with that is the goodput that the ledger tells.
+Each run has one node with two workers, or two nodes with one, and sometimes a node more than it has places for. On its way
+workers and nodes are killed, nodes leave, all are stopped by Ctrl-C, and what is gone is started again.
 
-The sum over causes must be, within 1%, the time between the first and the last thing that is known of each agent; the first
-one no earlier than its start, the last one no later than its end, and no earlier than the last step that its workers did.
-Of a node that is killed the last seconds are known to nobody, and are not in it; nor are those of one that ends before it
-has started again after the death of a worker. The last column tells how much of all the time that was, with what an agent's
-end takes behind its last account: its workers' exit and its own, when nothing is written any more.
+Measured is from outside: each agent from when the kernel started its process until its parent saw it end, imports and the
+interpreter's own end included. The sum over causes of the goodput that the ledger tells must be that, within 1%.
 """
 
 from __future__ import annotations
@@ -19,19 +15,22 @@ import argparse
 import os
 import random
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastictrain.metrics.courier import interval
 from elastictrain.metrics.goodput import goodput, stretches
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.rundir import RunDir
+from tests import cluster
 from tests.cli.measured_task import notes
-from tests.cli.test_run import Command, workers_of
+from tests.cli.test_run import workers_of
 from tests.cli.test_snapshots import keeper_of
+from tests.processes import began_at
 
 TASK = f"{Path(__file__).parent / 'cli' / 'measured_task.py'}:Measured"
 STEPS, CALM = 60, 8  # steps of a run; at least so many between two events
@@ -39,35 +38,41 @@ OPTIONS = (
     "--log-every 1 --checkpoint-every 5 --snapshot-every 5 --micro-batch-size 4 --local-addr 127.0.0.1 --max-restarts 9"
 )
 PATIENCE = 300.0
-SLACK = 2.0  # seconds between what is measured here and the same moment there
+MOST = 1.0  # percent
 
 
-class Agent(Command):
-    limit = 2 * PATIENCE
+class Agent:
+    """One of them, as its parent sees it."""
 
     def __init__(self, folder: Path, *argv: str) -> None:
-        self.began, self.ended, self.code = time.time(), 0.0, 0
-        self.is_killed, self.was_hit = False, 0.0  # it; when one of its workers was
-        super().__init__(folder, *argv)
+        self.out = folder / "out"
+        self.pid = cluster.executed(self.out, ["run", *argv], {}).pid
+        self.began, self.ended, self.code = began_at(self.pid), 0.0, 0
+        self._waiter = threading.Thread(target=self._wait, daemon=True)
+        self._waiter.start()
 
-    def poll(self) -> int | None:
-        """The exit code, if it has ended."""
-        if not self.ended:
-            done = os.waitpid(self.pid, os.WNOHANG)
-            if done[0]:
-                self.ended, self.code = time.time(), os.waitstatus_to_exitcode(done[1])
-        return self.code if self.ended else None
+    def _wait(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        self.ended, self.code = time.time(), os.waitstatus_to_exitcode(status)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._waiter.is_alive()
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text()
 
     def wait(self) -> int:
-        deadline = time.monotonic() + self.limit
-        while (code := self.poll()) is None:
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.01)
-        return code
+        self._waiter.join(2 * PATIENCE)
+        assert self.has_ended, self.text
+        return self.code
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.pid, signal.SIGINT)  # what a terminal does
 
     def kill(self) -> None:
         """The whole node."""
-        self.is_killed = True
         for pid in filter(None, [self.pid, *workers_of(self.pid).values(), keeper_of(self.pid)]):
             os.kill(pid, signal.SIGKILL)
 
@@ -84,6 +89,7 @@ class Run:
 
     def run(self) -> None:
         self.num_nodes = self.source.choice([1, 2])
+        self.num_more = self.source.choice([0, 0, 1]) if self.num_nodes > 1 else 0
         try:
             self.start()
             for _ in range(self.source.randint(2, 3)):
@@ -94,11 +100,12 @@ class Run:
             self.end()
         finally:
             for agent in self.agents:
-                os.killpg(agent.pid, signal.SIGKILL)
+                if not agent.has_ended:
+                    os.killpg(agent.pid, signal.SIGKILL)
 
     def start(self) -> None:
         """As many nodes as there should be."""
-        while len(self.agents) < self.num_nodes:
+        while len(self.agents) < self.num_nodes + self.num_more:
             folder = self.folder / str(len(self.agents) + len(self.gone))
             folder.mkdir()
             options = [TASK, "--run-dir", str(self.folder / "run"), "--max-steps", str(STEPS), *OPTIONS.split()]
@@ -110,14 +117,14 @@ class Run:
 
     def wait_for(self, count: int) -> None:
         deadline = time.monotonic() + PATIENCE
-        while self.reached() < count and any(agent.poll() is None for agent in self.agents):
+        while self.reached() < count and not all(agent.has_ended for agent in self.agents):
             assert time.monotonic() < deadline, "\n".join(agent.text for agent in self.agents)
             time.sleep(0.05)
 
     def event(self) -> None:
         self.agents, over = (
-            [a for a in self.agents if a.poll() is None],
-            [a for a in self.agents if a.poll() is not None],
+            [a for a in self.agents if not a.has_ended],
+            [a for a in self.agents if a.has_ended],
         )
         self.gone += over
         if not self.agents:
@@ -128,7 +135,6 @@ class Run:
         if kind == "worker killed":
             pids = list(workers_of(victim.pid).values())
             if pids:
-                victim.was_hit = time.time()
                 os.kill(self.source.choice(pids), signal.SIGKILL)
             return
         leaving = self.agents if kind == "Ctrl-C" else [victim]
@@ -150,34 +156,28 @@ class Run:
             self.agents.remove(agent)
             self.gone.append(agent)
 
-    def check(self) -> str:
-        """What it came to, in a line."""
+    def check(self) -> tuple[str, float]:
+        """What it came to, in a line; by how many percent the account is wrong."""
         lines = read_ledger(RunDir(self.folder / "run"))
         found = stretches(lines)
-        known = outside = 0.0
+        early = late = 0.0  # seconds that are in no account, of the agent that has most of them
         for agent in self.gone:
             mine = [one for one in found if one.node.endswith(f"-{agent.pid}")]
-            if not mine:
-                continue  # it ended before its first start
-            outside += agent.ended - agent.began
-            first, last = mine[0].start, mine[-1].stop
+            assert mine, agent.text
             seen = [note["time"] for note in notes(self.folder) if note["agent"] == agent.pid]
-            assert agent.began - 0.1 <= first, "it was not there yet"
-            assert last <= agent.ended + 0.1, "it was gone"
-            is_cut = agent.is_killed or last < agent.was_hit + SLACK  # it ended before it had started again
-            unwritten = interval(last - first) + SLACK if is_cut else 0.1
-            assert last >= max(seen) - unwritten, f"{max(seen) - last:.1f} s of its steps are not told"
-            known += last - first
-        account = goodput(lines)
-        assert abs(account.total - known) <= 0.01 * known, (account.total, known)
+            assert agent.began - 0.1 <= mine[0].start, "it was not there yet"
+            assert max(seen, default=0.0) - 1.0 <= mine[-1].stop <= agent.ended + 0.1, "it was there, or was gone"
+            early, late = max(early, mine[0].start - agent.began), max(late, agent.ended - mine[-1].stop)
+        account, outside = goodput(lines), sum(agent.ended - agent.began for agent in self.gone)
         assert abs(sum(account.seconds.values()) - account.total) < 1e-6 and min(account.seconds.values()) >= 0
-        error = 100 * abs(account.total - known) / known
-        unknown = 100 * (1 - known / outside)
+        error = 100 * abs(account.total - outside) / outside
         told = ", ".join(f"{cause} {s:.1f}" for cause, s in account.seconds.items() if s >= 0.05)
         events = ", ".join(f"{kind} {count}x" for kind, count in self.happened.items())
         return (
-            f"{self.num_nodes} nodes, {len(self.gone)} agents, {events}: {account.total:.1f} s by cause, {error:.3f}% from"
-            f" {known:.1f} s; {unknown:.1f}% of {outside:.1f} s not known; {told}"
+            f"{self.num_nodes} nodes{f' and {self.num_more} more' * bool(self.num_more)}, {len(self.gone)} agents, {events}:"
+            f" {account.total:.2f} s by cause, {outside:.2f} s by the clock: {error:.2f}% (of one agent at most"
+            f" {early:.2f} s at its beginning and {late:.2f} s at its end are missing); {told}",
+            error,
         )
 
 
@@ -186,11 +186,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    worst = 0.0
     for number in range(options.runs):
         with tempfile.TemporaryDirectory(prefix="accounts-") as folder:
             one = Run(Path(folder), random.Random(options.seed + number))
             one.run()
-            print(f"{number + 1}: {one.check()}", flush=True)
+            line, error = one.check()
+            print(f"{number + 1}: {line}", flush=True)
+            worst = max(worst, error)
+    print(f"the worst account is {worst:.2f}% from the clock; {MOST:g}% are allowed")
+    sys.exit(worst > MOST)
 
 
 if __name__ == "__main__":

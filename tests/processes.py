@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 FORKED = "forked-worker"  # the name of a worker that is forked: its command line is its agent's
@@ -22,6 +23,16 @@ def parent_of(pid: int) -> int:
         OSError: it has ended.
     """
     return int(_fields(pid)[1])
+
+
+def began_at(pid: int) -> float:
+    """When the kernel started it, seconds since the epoch.
+
+    Raises:
+        OSError: it has ended.
+    """
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_fields(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def children_of(pid: int, *, running: str = "") -> list[int]:

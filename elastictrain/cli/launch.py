@@ -22,6 +22,7 @@ from elastictrain.elastic.handler import BACKEND, create
 from elastictrain.elastic.membership import StopReason
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
 from elastictrain.errors import EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from elastictrain.metrics.presence import Presence
 from elastictrain.metrics.prometheus import Endpoint, exposition, families
 from elastictrain.metrics.published import Published
 from elastictrain.rundir import RunDir, without_user
@@ -58,15 +59,24 @@ def launch(job: Job) -> int:
         keeper=_keeper(job),
         started=job.started,
     )
+    run_dir = None if job.target.cls is None else job.run_dir  # a script has its own: its workers tell
+    with Presence(name=job.local_addr, began=job.started, run_dir=run_dir) as presence:
+        outcome = _train(job, config, presence)
+        if outcome.code == EXIT_USAGE and outcome.step < 0:
+            presence.refused()
+        return _tell(job, outcome)
+
+
+def _train(job: Job, config: AgentConfig, presence: Presence) -> Outcome:
     if job.metrics is None:
-        return _tell(job, Agent(config, _rendezvous(job)).train())
+        return Agent(config, _rendezvous(job), presence=presence).train()
     published = Published()
     node = job.local_addr or socket.gethostname()
     with Endpoint(
         *job.metrics, lambda: exposition(families(published, run=without_user(job.run_dir), node=node))
     ) as endpoint:
         _print(f"metrics are at {endpoint.url}")
-        return _tell(job, Agent(config, _rendezvous(job), published=published).train())
+        return Agent(config, _rendezvous(job), published=published, presence=presence).train()
 
 
 def _num_spares(job: Job) -> int:

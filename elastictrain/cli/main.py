@@ -5,6 +5,8 @@ Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped with everything saved (run
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +23,10 @@ from elastictrain.cli.report import report
 from elastictrain.cli.run import run
 from elastictrain.cli.status import status
 from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, ElasticTrainError, UsageError
+from elastictrain.machine import process_began
 
 INTERRUPTED = 130
+_AGENT = "elastictrain.cli.launch"  # only `run` imports it
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,11 +51,18 @@ cli.add_command(scale)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    sys.exit(_main(argv))
+    code = _main(argv, started=process_began())
+    if _AGENT in sys.modules:  # it has said when it ends: taking torch apart would take most of a second, for nothing
+        with contextlib.suppress(OSError):  # nobody reads on
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    started = time.time()
+def _main(argv: Sequence[str] | None, *, started: float | None = None) -> int:
+    """``started``: when the command began, seconds since the epoch; None: now."""
+    started = time.time() if started is None else started
     try:
         code = cli.main(args=argv, prog_name="elastictrain", standalone_mode=False, obj=started)
     except click.exceptions.Exit as end:

@@ -66,21 +66,20 @@ def _look(folder: Folder, place: RunDir, rdzv_id: str) -> dict[str, Any]:
 
 
 def _of_log(place: RunDir, rdzv_id: str) -> dict[str, Any]:
-    """``size`` (``min``, ``max``) and ``kept_out`` (``host``, ``losses``, ``seconds`` after the last one), where known."""
+    """``size`` (``min``, ``max``) and ``kept_out`` (``host``, ``losses``, ``until``: since the epoch), where known."""
     from elastictrain.cli.control import control_of
 
     try:
         control = control_of(place, rdzv_id)
-        entry = None if control is None else control.newest()
+        entry, away = (None, []) if control is None else (control.newest(), control.kept_out())
     except Exception:  # without the token, or while storage does not answer
         return {}
     if entry is None or entry.size is None:
         return {}
-    here = {member.host for member in entry.generation.members}
-    away = [loss for loss in entry.losses if loss.seconds > 0 and loss.host not in here]
+    now = time.time()
     return {
         "size": {"min": entry.size.min_nodes, "max": entry.size.max_nodes},
-        "kept_out": [{"host": loss.host, "losses": loss.times, "seconds": loss.seconds} for loss in away],
+        "kept_out": [{"host": loss.host, "losses": loss.times, "until": until} for loss, until in away if until > now],
     }
 
 
@@ -141,8 +140,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[str]:
     if "size" in found:
         yield "  size: {min}:{max} nodes".format(**found["size"])
     for one in found.get("kept_out", ()):
-        after = format_seconds(one["seconds"])
-        yield f"  kept out: {one['host']}, lost {one['losses']} times in short, until {after} after the last one"
+        left = format_seconds(max(0.0, one["until"] - time.time()))
+        yield f"  kept out: {one['host']}, lost {one['losses']} times in short, for another {left}"
     saved = found["last_checkpoint"]
     yield f"  checkpoint: {'none' if saved is None else '{path} (step {step})'.format(**saved)}"
     account = found["goodput"]

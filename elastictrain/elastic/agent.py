@@ -36,13 +36,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 from elastictrain.compat.torch_agent import PlacedAgent
-from elastictrain.elastic.agent_config import FROM_NEWEST, LEFT_SUDDENLY, LOST, NODES_CHANGED, AgentConfig, Outcome
+from elastictrain.elastic.agent_config import FROM_NEWEST, LEFT_SUDDENLY, LOST, AgentConfig, Outcome
 from elastictrain.elastic.agreement import Agreement
 from elastictrain.elastic.causes import find_cause, is_anothers, told
 from elastictrain.elastic.cells import LOST as LOST_OTHERS
 from elastictrain.elastic.cells import READY, Cells, Phase, StopReason
 from elastictrain.elastic.chain import Generation
 from elastictrain.elastic.crew import Crew
+from elastictrain.elastic.history import History
 from elastictrain.elastic.keepers import Keepers
 from elastictrain.elastic.line import Assignment, Place
 from elastictrain.elastic.membership import EXIT_INTERRUPTED
@@ -54,6 +55,7 @@ from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget, Unexplained
 from elastictrain.elastic.stalls import Lingering, Stalls
 from elastictrain.errors import EXIT_CHANGED, EXIT_FAILED, EXIT_FINISHED, EXIT_PREEMPTED, EXIT_USAGE, IN_ORDER
+from elastictrain.metrics.presence import Presence
 from elastictrain.metrics.published import Published
 
 FINISHED = "finished"  # why a run is closed
@@ -84,6 +86,7 @@ class Agent(PlacedAgent):
         rendezvous: where to meet the other agents.
         say: prints one line about an event.
         published: takes what the workers publish; None: they need not.
+        presence: is told what this node does; None: nobody wants to know.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Agent(PlacedAgent):
         *,
         say: Callable[[str], None] = _say,
         published: Published | None = None,
+        presence: Presence | None = None,
     ) -> None:
         spec = WorkerSpec(
             role="trainer",
@@ -126,13 +130,13 @@ class Agent(PlacedAgent):
         self._lost_since: float | None = None  # workers say that they have lost others
         self._lingering, self._stalls = Lingering("", config.exit_within), Stalls(config.stall_seconds)
         self._unexplained: Unexplained | None = None
-        self._has_stood_by = False
         self._has_handed_over = False  # the last generation has ended at the step that was agreed on
         self._is_kept = False  # what was trained is on storage, or with another node
-        rendezvous.check = self._notices.check  # type: ignore[method-assign]
+        rendezvous.check = self._look_while_waiting  # type: ignore[method-assign]
         rendezvous.is_warm = self._crew.is_warm  # type: ignore[method-assign]
         self._failure = ""
-        self._history = {"started": time.time() if config.started is None else config.started}
+        started = time.time() if config.started is None else config.started
+        self._history = History(rendezvous, Presence() if presence is None else presence, started=started)
 
     def train(self) -> Outcome:
         """Run to the end: finished, failed, or stopped."""
@@ -178,8 +182,6 @@ class Agent(PlacedAgent):
     def _start_workers(self, worker_group: Group) -> dict[int, Any]:
         assert self._private is not None
         self._explain()
-        if self._has_stood_by:  # no failure has cost that time
-            self._has_stood_by, self._history = False, {"started": self._history["ended"]}
         generation, count = self._handler.generation, self._config.local_world_size
         folder = os.path.join(self._private.path, f"generation-{generation}")
         self._reports = os.path.join(folder, "reports")
@@ -198,16 +200,13 @@ class Agent(PlacedAgent):
             settings=self._config.settings,
             node=self._config.node,
             job=self._config.job,
-            history={**self._history, "began": self._handler.began, "formed": self._handler.formed}
-            | ({"planned": 1.0} if self._handler.is_planned and self._has_handed_over else {}),
-            cause=self._failure or ((self._handler.reason or NODES_CHANGED) if "ended" in self._history else ""),
             publishes=self._published is not None,
+            **self._history.begins(folder, failure=self._failure, was_handed_over=self._has_handed_over),
         ).write(assignment)
         if self._published is not None:
             self._published.begin(folder, generation=generation, workers=count)
         self._keepers.begin(folder)
         self._failure, self._has_handed_over = "", False
-        self._history["nodes"] = worker_group.group_world_size
         self._lingering = Lingering(self._reports, self._config.exit_within)
         self._stalls = Stalls(self._config.stall_seconds)
         places = [
@@ -223,6 +222,7 @@ class Agent(PlacedAgent):
         reached = max(cells.steps())
         self._furthest = max(self._furthest, reached)
         handler.reached(reached)
+        self._history.trains(cells, reached=reached)
         if handler.closed not in ("", FINISHED):
             ended = f"another node has ended the run: {handler.closed}"
             raise _End(Outcome(EXIT_FAILED, self._furthest, message=ended))
@@ -257,6 +257,11 @@ class Agent(PlacedAgent):
             raise _End(Outcome(EXIT_FAILED, self._furthest, self._reason, message=late))
         return RunResult(WorkerState.HEALTHY)
 
+    def _look_while_waiting(self) -> None:
+        """Again and again inside a rendezvous; an interrupt ends that."""
+        self._history.waits()
+        self._notices.check()
+
     def _go_on(self) -> RunResult:
         """There is a newer generation, and this one has nothing more to do."""
         if self._reason is not None and (self._handler.is_out or self._unexplained is not None):
@@ -272,7 +277,9 @@ class Agent(PlacedAgent):
             self._is_kept = True
             raise _End(Outcome(EXIT_FINISHED, self._furthest))
         if agreed is not None and (self._handler.is_in(agreed) or self._stands_by(agreed)):
-            self._has_stood_by, self._has_handed_over = not self._handler.is_in(agreed), True
+            self._has_handed_over = True
+            if not self._handler.is_in(agreed):
+                self._history.stands_by()
             return RunResult(WorkerState.UNHEALTHY)
         message = ""
         if agreed is not None and agreed.members and not agreed.is_paused:
@@ -301,7 +308,7 @@ class Agent(PlacedAgent):
         noticed, seconds = time.time(), self._config.kill_after if seconds is None else seconds
         workers = list(self._crew.workers)
         num_living, ended = self._crew.end(self._generation, self._cells, seconds=seconds, keeps=keeps)
-        self._history |= {"ended": noticed if ended is None else min(noticed, ended), "reached": reached}
+        self._history.ended(noticed if ended is None else min(noticed, ended), reached=reached, keeps=keeps)
         if keeps and self._failure:
             self._say(f"{self._failure}: restarting {self._config.all_but(num_living)} {FROM_NEWEST} ({self._budget})")
         elif keeps:  # another node is what has ended the generation, and these have not outlived it

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from elastictrain.elastic.chain import (
     ChainError,
     Entry,
     Generation,
+    Loss,
     Member,
     Size,
     generation_from_json,
@@ -46,6 +47,7 @@ class Log(Protocol):
     """What is asked of a run log."""
 
     def newest(self) -> Entry: ...
+    def history(self) -> Iterator[tuple[Entry, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,21 @@ class Control:
 
     def newest(self) -> Entry:
         return self._log.newest()
+
+    def kept_out(self) -> list[tuple[Loss, float]]:
+        """Hosts that the run does not let in, and until when, seconds since the epoch; also such as are let in by now.
+
+        A leader counts from the loss, and one that came later from when it came.
+        """
+        newest, since = Entry(), dict[Loss, float]()
+        for entry, written in self._log.history():
+            newest = newest if newest.index else entry
+            here = {member.host for member in newest.generation.members}
+            there = [one for one in newest.losses if one in entry.losses and one.seconds > 0 and one.host not in here]
+            if entry.epoch != newest.epoch or not there:
+                break
+            since |= dict.fromkeys(there, written)
+        return [(loss, written + loss.seconds) for loss, written in since.items()]
 
     def _wait(
         self, before: Standing, nodes: Sequence[Member], wish: dict[str, Any], *, seconds: float

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,8 +59,9 @@ class Assignment:
         history: seconds since the epoch at which the agent ``started``, and the rendezvous of this generation ``began``
             and was ``formed``; from the second generation on also when the one before ``ended``, the number of steps
             that it had ``reached``, -1 for none, and of ``nodes`` that took part in it; ``planned`` is there where its nodes
-            had agreed on its end.
+            had agreed on its end; ``stood_by`` is there where this node stood by, or all did: since when.
         cause: why that one ended, in words.
+        lost: host and pid of agents that were in that generation, and are not in this one though nobody had planned it.
         publishes: workers leave the newest values beside this file, for whoever asks the agent.
     """
 
@@ -75,6 +76,7 @@ class Assignment:
     job: dict[str, Any] = field(default_factory=dict)
     history: dict[str, float] = field(default_factory=dict)
     cause: str = ""
+    lost: Sequence[tuple[str, int]] = ()
     publishes: bool = False
 
     def write(self, path: str) -> None:

@@ -19,7 +19,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastictrain.elastic.cells import (
@@ -49,6 +49,7 @@ from elastictrain.metrics.published import file_of
 __all__ = ["AgentMembership", "EnvMembership", "Membership", "StopReason", "current"]
 
 REQUEST, ANSWER = "keeper-request.json", "keeper.json"  # beside the assignment, in the agent's private directory
+RUN_DIR = "run-dir.json"  # beside them, once the run's ledger is open
 EXIT_INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 SPARE_SECONDS = 0.5  # after which a worker without a place is a spare; others are given theirs as they start
 SAME_KEYPRESS = 1.0  # seconds: torchrun passes a Ctrl-C on to workers that the terminal has already told
@@ -72,7 +73,8 @@ class Membership:
         requested: the reason for which a signal asked *this* process to stop.
         stopped: what :meth:`boundary` has answered; None while it has answered None.
         agent_pid: the agent's, or this process' own where there is none.
-        history, cause: what an agent knows of the time before, see :class:`Assignment`; whoever accounts for it empties it.
+        history, cause, lost: what an agent knows of the time before, see :class:`Assignment`; whoever accounts for it
+            empties the first.
     """
 
     generation: int = 0
@@ -94,6 +96,7 @@ class Membership:
         self.settings: dict[str, Any] = {}
         self.agent_pid = os.getpid()
         self.history: dict[str, float] = {}
+        self.lost: Sequence[tuple[str, int]] = ()
         self.cause = ""
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise UsageError(
@@ -137,6 +140,9 @@ class Membership:
         """Where it is: ``socket``, ``host`` and ``port``; waits so long for it. None: there is none."""
         return None
 
+    def opened_ledger(self, run_dir: str) -> None:
+        """Workers account for this node's time there from now on."""
+
     @property
     def publishes_to(self) -> str | None:
         """The file in which the agent looks for the newest values; None: nobody asks for them."""
@@ -174,7 +180,7 @@ class AgentMembership(Membership):
         self.settings = settings if self.places else dict(assignment.settings)
         self.generation, self.target, self.node = assignment.generation, assignment.target, assignment.node
         self.job_id, self.agent_pid = assignment.job_id, assignment.agent_pid
-        self.history, self.cause = dict(assignment.history), assignment.cause
+        self.history, self.cause, self.lost = dict(assignment.history), assignment.cause, assignment.lost
         self._cell = one_cell(assignment.cells, self.local_rank, self.local_world_size)
         self.stopped = None
         self.places += 1
@@ -284,6 +290,10 @@ class AgentMembership(Membership):
             if self.is_over:
                 return None
             time.sleep(0.01)
+
+    def opened_ledger(self, run_dir: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the generation has just ended
+            write_whole(os.path.join(self._folder, RUN_DIR), {"run_dir": run_dir})
 
     @property
     def publishes_to(self) -> str | None:

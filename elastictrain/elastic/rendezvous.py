@@ -48,6 +48,9 @@ class GenerationHandler(RendezvousHandler):
         is_planned: the one before had agreed on it, and on the step at which it ended.
         waiting: inside :meth:`next_rendezvous`, where no worker runs and an interrupt may end the agent at once.
         began, formed: when the last rendezvous began and ended, seconds since the epoch.
+        stood_by: since when within it others trained without this node, or nobody could; None: that was never so.
+        lost: host and pid of agents that were in this node's last generation and are not in this one, though nobody had
+            planned it.
         loss_seconds: how long a loss may take to be known, where workers have lost a peer.
         asked, agreed: see :class:`~elastictrain.elastic.agreement.Asks`.
         is_superseded: a newer generation begins at once, whatever step workers are in.
@@ -66,6 +69,8 @@ class GenerationHandler(RendezvousHandler):
     waiting: bool = False
     began: float = 0.0
     formed: float = 0.0
+    stood_by: float | None = None
+    lost: tuple[tuple[str, int], ...] = ()
     loss_seconds: float = 0.0
 
     @property

@@ -106,7 +106,7 @@ class RunRendezvous(GenerationHandler):
         self._host = self.address = host
         run_log, key, leader = self._log_at(endpoint, fixed, token_dir)
         server = listen(host) if server is None else server
-        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # control.labels_of reads it
+        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # control.labels_of and agent_of read it
         me = Member(name, host, server.getsockname()[1], self._store_server.port, num_workers)
         if run_log is None:
             run_log = FixedLog(me if leads else leader, is_mine=leads)
@@ -154,7 +154,8 @@ class RunRendezvous(GenerationHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.waiting, self.began = True, time.time()
+        self.waiting, self.began, self.stood_by = True, time.time(), None
+        self._looks_whether_it_stands_by(self._node.generation)
         try:
             return self._next(time.monotonic() + self._join_seconds)
         finally:
@@ -243,10 +244,17 @@ class RunRendezvous(GenerationHandler):
     def _formed(self, generation: Generation) -> None:
         """In the node's thread."""
         self._reasons.append(generation.reason)
+        self._looks_whether_it_stands_by(generation)
         if self._has_steps and generation.boundary >= 0 and generation.number == self._current.number + 1:
             self._agreed = generation
             if self.is_in(generation) and not generation.is_paused:  # so that nobody waits for it while nobody trains
                 self._meeting = Meeting(generation, lambda: self._ask_first(generation, math.inf))
+
+    def _looks_whether_it_stands_by(self, generation: Generation) -> None:
+        """Others train without it, or they are too few: that time is not the price of what has ended the last generation."""
+        is_done_without = generation.is_paused or not self.is_in(generation)
+        if self.waiting and self.stood_by is None and generation.number > self._current.number and is_done_without:
+            self.stood_by = time.time()
 
     def _resized(self, size: Size) -> None:
         """The same: by `elastictrain scale`, or since other nodes were there before this one."""
@@ -278,6 +286,11 @@ class RunRendezvous(GenerationHandler):
             info = self._meet(generation, time.monotonic() + self._join_seconds)
             if info is not None:
                 self.is_planned = generation.boundary >= 0 and generation.number == self._current.number + 1
+                before = () if self.is_planned else self._current.members
+                self.lost = tuple(agent_of(one) for one in before if one not in generation.members)
+                stay = tuple(one for one in before if one in generation.members)
+                if before and self.stood_by is None and not self._timing.is_enough(stay, generation.size):
+                    self.stood_by = self.began  # those that were left could not have gone on alone
                 self._current, self.job_id, self.members = generation, generation.job, generation.members
                 self.rank = info.rank
                 self.reason = "; ".join(dict.fromkeys(self._reasons))
@@ -385,3 +398,9 @@ class RunRendezvous(GenerationHandler):
         except (DistError, RuntimeError, OSError):
             return None
         return RendezvousInfo(store, rank, len(generation.members), RendezvousStoreInfo(host, int(port)))
+
+
+def agent_of(member: Member) -> tuple[str, int]:
+    """Its host's name and its process."""
+    host, pid, _ = member.node.rsplit("-", 2)
+    return host, int(pid)

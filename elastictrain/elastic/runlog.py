@@ -24,6 +24,7 @@ import secrets
 import time
 import urllib.parse
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -80,6 +81,18 @@ class RunLog:
             except FileNotFoundError:  # removed meanwhile, so there are newer ones
                 if self._last() <= index:
                     raise
+
+    def history(self) -> Iterator[tuple[Entry, float]]:
+        """The entries that are still there, the newest first, each with when it was written, seconds since the epoch.
+
+        Raises:
+            RunLogError: one of them has no MAC by this token.
+        """
+        for index in range(self._last(), 0, -1):
+            try:
+                yield self._opened(index, self._run_dir.read(self._folder, _name(index)))
+            except FileNotFoundError:
+                return
 
     def create(self, entry: Entry) -> bool:
         """Write an entry, unless somebody has written one of its number.
@@ -152,6 +165,9 @@ class RunLog:
         return json.dumps({**said, "mac": self._mac(said)}).encode()
 
     def _open(self, index: int, data: bytes) -> Entry:
+        return self._opened(index, data)[0]
+
+    def _opened(self, index: int, data: bytes) -> tuple[Entry, float]:
         try:
             said = json.loads(data)
             mac = said.pop("mac")
@@ -171,7 +187,7 @@ class RunLog:
                 f"{where} was not written with this run's token: give all nodes the same ELASTICTRAIN_TOKEN, or remove"
                 " what does not belong there"
             )
-        return entry
+        return entry, float(said["time"])
 
     def _mac(self, said: Any) -> str:
         text = json.dumps(said, sort_keys=True, separators=(",", ":"))

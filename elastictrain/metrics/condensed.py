@@ -27,7 +27,7 @@ from elastictrain.metrics.lines import Line
 from elastictrain.rundir import RunDir
 
 MOST_EVENTS = 1000  # of each kind that counts for no total: the newest ones stay
-_COUNT = ("start", "node", "alive")
+_COUNT = ("start", "node", "alive", "agent", "gone")
 
 # What alternates as training goes on; phases at the beginning of an account stay apart, for they have an order.
 _STEADY = frozenset({"productive", "validation", "data", "checkpoint", "straggling"})

@@ -10,12 +10,13 @@ is no more than a note in the log.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastictrain.metrics.goodput import Goodput, goodput
-from elastictrain.metrics.ledger import condense_earlier, read_ledger
+from elastictrain.metrics.ledger import condense_earlier, fold_agents, read_ledger
 from elastictrain.metrics.lines import Line
 from elastictrain.rundir import RunDir, first_line
 
@@ -67,6 +68,7 @@ class Earlier:
     def _condense(self) -> None:
         try:
             condense_earlier(self._run_dir, self._begun[0]["generation"])
+            fold_agents(self._run_dir, self._begun[0]["generation"])
         except Exception as error:  # only how much is read the next time depends on it
             log.info("the ledger is not condensed (%s)", first_line(error))
 
@@ -75,6 +77,13 @@ def spent_before(lines: Iterable[Mapping[str, Any]], begun: list[Line]) -> Goodp
     """By earlier starts, up to the beginning of this one: what this start has written meanwhile is known otherwise."""
     lines = list(lines)
     mine = max(line["generation"] for line in begun or lines)
-    there = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node")]
+    here = {line["node"] for line in lines if line["event"] == "node" and line["generation"] == mine}
+    now = min((line["time"] for line in begun if "time" in line), default=math.inf)
+    there = [
+        line
+        for line in lines
+        if (line["generation"] < mine or line["event"] in ("start", "node", "gone", "agent"))
+        and not (line["event"] == "agent" and (line["node"] in here or line["to"] > now))
+    ]
     opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
     return goodput([*there, *opening, *begun])

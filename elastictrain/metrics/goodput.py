@@ -11,8 +11,10 @@ not written yet, the agent that watched it knows when it died and how many steps
 not even known to be that is ``unknown``. Where the agent died as well, there may be signs of life, which say how far
 it had come by then.
 
-A node's time begins with its agent and ends with the last thing that is known of it. Nothing here can fail, but for
-storage that does not answer.
+A node's time begins with its agent's process and ends with it, or with the last thing known of it: the last word of
+its agent (:mod:`elastictrain.metrics.presence`), or when the others had lost it. What comes before and behind the accounts
+of its workers is what the agent says it did; a node that was lost went on with what it was last known to do. Nothing here
+can fail, but for storage that does not answer.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastictrain.metrics.presence import pieces
+
 CAUSES = {
     "productive": "steps that count",
     "validation": "validation",
@@ -38,7 +42,7 @@ CAUSES = {
     "rebuild": "starting workers again, building the model",
     "restore": "reading a checkpoint",
     "replayed": "steps that were done again, because a failure lost them",
-    "waiting": "waiting for nodes before the first start",
+    "waiting": "waiting for nodes before the first start, standing by",
     "straggling": "waiting for slower ranks",
     "unknown": "nobody knows",
 }
@@ -76,8 +80,11 @@ class TimeBook:
         again = "ended" in history
         book = cls(history["ended" if again else "started"])
         book.spend("detect" if again else "startup", until=history["began"])
+        if again and "stood_by" in history:
+            book.spend("rendezvous", until=history["stood_by"])
+            again = False
         book.spend("rendezvous" if again else "waiting", until=history["formed"])
-        book.doing = book.building = "rebuild" if again else "startup"
+        book.doing = book.building = "rebuild" if "ended" in history else "startup"
         return book
 
     def spend(self, cause: str, *, until: float | None = None) -> None:
@@ -199,10 +206,13 @@ def stretches(lines: Iterable[Mapping[str, Any]]) -> list[Stretch]:
             newest[who] = max(newest.get(who, made), made, key=lambda stretch: stretch.stop)
     for heard in _heard(lines, newest):
         by_node[heard.node].append(heard)
+    agents = _Agents(lines)
     found: list[Stretch] = []
-    for node, mine in by_node.items():
-        for stretch in sorted(mine, key=lambda s: (s.start, s.stop)):
-            found += _joined(found[-1] if found and found[-1].node == node else None, stretch, reached)
+    for node in dict.fromkeys([*by_node, *agents.nodes]):
+        mine: list[Stretch] = []
+        for stretch in sorted(by_node.get(node, ()), key=lambda s: (s.start, s.stop)):
+            mine += _joined(mine[-1] if mine else None, stretch, reached)
+        found += agents.completed(node, mine)
     return [_judged(stretch, resumed) for stretch in found]
 
 
@@ -240,6 +250,61 @@ def _joined(before: Stretch | None, new: Stretch, reached: Mapping[tuple[str, in
         new.node, before.generation, before.stop, new.start, before.last, last, {cause: new.start - before.stop}
     )
     return [hole, new]
+
+
+class _Agents:
+    """What is known of nodes beside what their workers have told: by their agents, and by the others that lost them."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        lines = list(lines)
+        lives: dict[tuple[str, float], Mapping[str, Any]] = {}  # the newest line of each
+        for line in lines:
+            if line["event"] == "agent":
+                who = line["node"], line["from"]
+                lives[who] = max(lives.get(who, line), line, key=lambda one: float(one["to"]))
+        self.nodes: dict[str, list[Mapping[str, Any]]] = {}
+        for (node, _), line in sorted(lives.items()):
+            self.nodes.setdefault(node, []).append(line)
+        called = {(line.get("host"), line.get("agent_pid")): line["node"] for line in lines if line["event"] == "node"}
+        gone = [line for line in lines if line["event"] == "gone"]
+        self._gone = {called.get((line["host"], line["agent_pid"])): float(line["time"]) for line in gone}
+
+    def completed(self, node: str, told: list[Stretch]) -> list[Stretch]:
+        """What its workers have told, with what came before and behind it."""
+        lives = self.nodes.get(node, [])
+        known = [piece for line in lives for piece in pieces(line)]
+        if not told:
+            return [Stretch(node, 0, start, stop, 0, 0, {cause: stop - start}) for start, stop, cause in known]
+        begin, step, early = told[0].start, told[0].first, told[0].generation
+        before = [(start, min(stop, begin), cause) for start, stop, cause in known if start < begin]
+        opening = [
+            Stretch(node, early, start, stop, step, step, {cause: stop - start}) for start, stop, cause in before
+        ]
+        return [*opening, *told, *self._behind(told[-1], lives, known)]
+
+    def _behind(
+        self, last: Stretch, lives: list[Mapping[str, Any]], known: list[tuple[float, float, str]]
+    ) -> Iterator[Stretch]:
+        reached, has_ended = max((line["reached"] for line in lives), default=-1), any(line["ended"] for line in lives)
+        at = last
+        for start, stop, cause in known:
+            if stop > last.stop:
+                step = max(at.last, reached) if cause == "productive" else at.last
+                if cause == "productive" and step == last.last and has_ended:
+                    cause = "startup"  # all steps were told: its workers were about to end
+                at = _went_on(at, max(start, last.stop), stop, cause, step)
+                yield at
+        if (gone := self._gone.get(last.node, 0.0)) > at.stop:
+            doing = (
+                "productive"
+                if "productive" in at.seconds
+                else max(at.seconds, key=lambda c: at.seconds[c], default="unknown")
+            )
+            yield _went_on(at, at.stop, gone, doing, at.last)
+
+
+def _went_on(after: Stretch, start: float, stop: float, cause: str, step: int) -> Stretch:
+    return Stretch(after.node, after.generation, start, stop, after.last, step, {cause: stop - start})
 
 
 class _Resumed:

@@ -15,6 +15,8 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``reading`` | rank 0, before the start | ``time``, ``source``, ``step``, ``num_bytes``, ``what``, ``wanted``, ``done`` |
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
 | ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
+| ``gone`` | rank 0, when it starts | ``time``, ``host``, ``agent_pid``: a node was lost then, or a little before |
+| ``agent`` | each agent | see :mod:`elastictrain.metrics.presence`, which has them in a folder of their own |
 
 A recovery with ``planned`` true is none: nodes joined or left in good order. It also says who trains now: ``ranks``,
 ``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of segments have ``node``, which tells one node's
@@ -44,7 +46,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from elastictrain.metrics import condensed
+from elastictrain.metrics import condensed, presence
 from elastictrain.metrics.courier import LAST_INTERVAL, Courier, Writer, interval
 from elastictrain.metrics.goodput import TimeBook
 from elastictrain.metrics.lines import Folder, Line, stand_in
@@ -216,6 +218,20 @@ def condense_earlier(run_dir: RunDir, generation: int) -> None:
     Series(run_dir, FOLDER, pattern="{}-sum.jsonl", generation=generation).create(data)
 
 
+def fold_agents(run_dir: RunDir, generation: int) -> None:
+    """Put what agents that are gone have said of themselves into one object, where there are many of them.
+
+    Raises:
+        OSError: or the driver's error. What is there twice counts once.
+    """
+    now = time.time()
+    past = {name: line for name, line in presence.Agents(run_dir).look().items() if presence.is_past(line, now=now)}
+    if len(past) >= _MANY:
+        data = "".join(json.dumps(line) + "\n" for line in past.values() if is_sound(line)).encode()
+        Series(run_dir, FOLDER, pattern="{}-agents.jsonl", generation=generation).create(data)
+        presence.remove(run_dir, list(past))
+
+
 def start_steps(run_dir: RunDir, *, after: int) -> dict[int, int]:
     """By the number of a start, the finished steps at which it began; those after number ``after``.
 
@@ -241,7 +257,8 @@ def num_cut_short(names: Collection[str]) -> int:
 
 def ledger_folder(run_dir: RunDir) -> Folder:
     """The lines of the ledger, for one who looks more than once."""
-    return Folder(run_dir, FOLDER, is_sound=is_sound, distinct=condensed.distinct)
+    agents = presence.Agents(run_dir)
+    return Folder(run_dir, FOLDER, is_sound=is_sound, distinct=condensed.distinct, beside=agents.read)
 
 
 def read_ledger(run_dir: RunDir) -> list[Line]:
@@ -263,7 +280,7 @@ def is_sound(line: Line) -> bool:
         return False
     if event in ("time", "alive") and not all(_is_count(line.get(name, 0)) for name in _USED):
         return False
-    return event != "time" or line["from"] <= line["to"]
+    return event not in ("time", "agent") or line["from"] <= line["to"]
 
 
 def is_change(line: Mapping[str, Any]) -> bool:
@@ -303,6 +320,18 @@ def _is_total(value: Any) -> bool:
     return _is_seconds(value) and "total" in value
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_phases(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_phase, value))
+
+
+def _is_phase(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_text(value[0]) and _is_time(value[1])
+
+
 def _is_workers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and {"rank", "pid"} <= one.keys() for one in value)
 
@@ -322,4 +351,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     | {"num_bytes": _is_number},
     "recovery": {"time": _is_time, "cause": _is_text, "from_step": _is_count, "resumed_step": _is_count}
     | {"lost_steps": _is_count, "seconds": _is_total},
+    "gone": {"time": _is_time, "host": _is_text, "agent_pid": _is_count},
+    "agent": {"node": _is_text, "name": _is_text, "host": _is_text, "agent_pid": _is_count, "from": _is_time}
+    | {"to": _is_time, "phases": _is_phases, "reached": _is_reached, "ended": _is_flag},
 }

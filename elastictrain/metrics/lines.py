@@ -98,6 +98,7 @@ class Folder:
         is_sound: whether an object is one of the lines that belong there; others count as damaged.
         distinct: of lines, where objects stand for others: those that are there once. Two processes that put others in
             their place at the same time know nothing of each other.
+        beside: more lines that belong there, from another place.
 
     Attributes:
         num_damaged: how many lines were passed over, of those that are there now.
@@ -110,8 +111,10 @@ class Folder:
         *,
         is_sound: Callable[[Line], bool] = lambda line: True,
         distinct: Callable[[list[Line]], list[Line]] = lambda lines: lines,
+        beside: Callable[[], list[Line]] = list,
     ) -> None:
         self._run_dir, self._folder, self._is_sound, self._distinct = run_dir, folder, is_sound, distinct
+        self._beside = beside
         self._known: dict[str, list[Line]] = {}
         self._damaged: dict[str, int] = {}
         self._instead: dict[str, list[str]] = {}  # what each stands for
@@ -123,9 +126,10 @@ class Folder:
 
     def read(self) -> list[Line]:
         """All lines that count by now, in the order of their objects' names. Only what is new is read from storage."""
+        beside = [line for line in self._beside() if self._is_sound(line)]  # first: from there they may come here
         found = self.look().lines
         lines = [line for name in sorted(found) for line in found[name]]
-        return self._distinct(lines) if any(self._instead.values()) else lines
+        return [*(self._distinct(lines) if any(self._instead.values()) else lines), *beside]
 
     def look(self) -> Found:
         """The same by object."""

@@ -47,7 +47,7 @@ def status(
         ``planned`` are changes in good order.
     """
     start = max(_of(lines, "start"), key=lambda line: line["generation"])
-    here = [line for line in lines if line["generation"] == start["generation"]]
+    here = [line for line in lines if line["generation"] == start["generation"] and line["event"] != "agent"]
     end = next(_of(here, "end"), None)
     seen = max(line.get("to", line.get("time", 0.0)) for line in here)
     account = goodput(lines) if account is None else account

@@ -109,7 +109,7 @@ def timeline(lines: Iterable[Mapping[str, Any]]) -> Timeline:
 
 def _rows(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """An agent that is started again on a node goes on in its row; two at the same time have two."""
-    names = {line["node"]: str(line["name"]) for line in lines if line["event"] == "node"}
+    names = {line["node"]: str(line["name"]) for line in lines if line["event"] in ("node", "agent")}
     by_agent: dict[str, list[Stretch]] = {}
     for stretch in stretches(lines):
         by_agent.setdefault(stretch.node, []).append(stretch)
@@ -195,7 +195,7 @@ def _marks(lines: Sequence[Mapping[str, Any]]) -> Iterator[Mark]:
     there = _nodes(lines)
     for line in lines:
         event, generation = line["event"], line["generation"]
-        if event in ("node", "time", "alive", "reading") or "time" not in line:
+        if event in ("node", "time", "alive", "agent", "gone", "reading") or "time" not in line:
             continue
         time, step = line["time"], line.get("step")
         if event == "start":

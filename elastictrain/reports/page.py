@@ -26,7 +26,7 @@ from elastictrain.reports.gantt import gantt
 
 _MAX_ROWS = 200  # of a table; the newest
 _MAX_NAMES = 200  # of what else was logged
-_PHASES = ("detect", "rendezvous", "rebuild", "restore", "first_step", "total")
+_PHASES = ("detect", "rendezvous", "waiting", "rebuild", "restore", "first_step", "total")
 
 
 def page(report: Report) -> str:

@@ -86,7 +86,9 @@ def test_nodes_that_leave_and_come_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.count("  node: node-") == 4 and "recovery: node-3 was killed by SIGKILL at step 137; 37 steps" in out
 
 
-def test_the_run_log_adds_the_size_and_who_is_kept_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_log_adds_the_size_and_who_is_kept_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     running(tmp_path)
 
     def told(*more: str) -> str:
@@ -97,7 +99,7 @@ def test_the_run_log_adds_the_size_and_who_is_kept_out(tmp_path: Path, capsys: p
     place = RunDir(tmp_path)
     make_token(place)
     here, gone = Member("a-1-b", "10.0.0.1", 1), Member("c-2-d", "10.0.0.2", 1)
-    losses = (Loss("10.0.0.1", 2, 10.0), Loss("10.0.0.2", 3, 20.0), Loss("10.0.0.3", 1, 0.0))
+    losses = (Loss("10.0.0.1", 2, 10.0), Loss("10.0.0.2", 3, 600.0), Loss("10.0.0.3", 1, 0.0))
     first = Entry().claimed_by(here, Size(1, 4))
     run_log = RunLog(place, key_of(read_token(place)), folder="log-j")
     for entry in (first, first.with_generation(Generation(1, 1, (here, gone)), ())):
@@ -107,9 +109,16 @@ def test_the_run_log_adds_the_size_and_who_is_kept_out(tmp_path: Path, capsys: p
     assert run_log.create(second)
     found = json.loads(told("--json", "--rdzv-id", "j"))
     assert found["size"] == {"min": 1, "max": 4}
-    assert found["kept_out"] == [{"host": "10.0.0.2", "losses": 3, "seconds": 20.0}]
+    (kept_out,) = found["kept_out"]
+    assert (kept_out["host"], kept_out["losses"]) == ("10.0.0.2", 3)
+    assert time.time() < kept_out["until"] <= time.time() + 600.0
     out = told("--rdzv-id", "j")
-    assert "  size: 1:4 nodes\n  kept out: 10.0.0.2, lost 3 times in short, until 20s after the last one\n" in out
+    assert re.search(
+        r"  size: 1:4 nodes\n  kept out: 10.0.0.2, lost 3 times in short, for another (9m\d\ds|10m00s)\n", out
+    )
+    with monkeypatch.context() as later:
+        later.setattr(status_module.time, "time", lambda: kept_out["until"] + 1.0)
+        assert json.loads(told("--json", "--rdzv-id", "j"))["kept_out"] == [], "that was long ago"
     assert "size" not in told(), "that is another run"
     (tmp_path / "log-j" / "00000003").write_text("{}")
     assert "size" not in told("--rdzv-id", "j"), "nobody with the token has written it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -208,6 +209,30 @@ def test_a_node_that_has_stood_by_for_longer_than_it_would_wait_for_a_first_one_
         waiting.join(60)
         assert [info.world_size for info in stepped_in] == [1]
         assert made[1]._current.number == made[0]._current.number + 1, "it has asked for no other one"
+        assert made[0].stood_by is None
+        assert made[1].stood_by is not None and made[1].began <= made[1].stood_by < made[1].formed - 1.0
+    finally:
+        for handler in made:
+            handler._node.stop()
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_who_is_lost_is_known_and_whether_the_others_had_to_wait_for_more(least: int, tmp_path: Path) -> None:
+    def make() -> RunRendezvous:
+        more = {"num_workers": 1, "has_steps": True}
+        return create(parameters(str(tmp_path), nodes=(least, 2), last_call_timeout=60.0), **more)
+
+    made = [make(), make()]
+    try:
+        all_next(made)
+        assert all(one.stood_by is None and not one.lost for one in made)
+        made.pop()._node.stop()
+        if least == 2:  # too few are left
+            made.append(make())
+        infos = all_next(made)
+        assert [info.world_size for info in infos] == [least] * least
+        assert made[0].lost == ((socket.gethostname(), os.getpid()),) and not made[-1].is_planned
+        assert made[0].stood_by == (made[0].began if least == 2 else None)
     finally:
         for handler in made:
             handler._node.stop()

@@ -92,6 +92,12 @@ def test_it_goes_back_to_what_the_agent_knows(clock: Clock) -> None:
     again.spend("restore")
     spent = {c: s for c, s in again.seconds.items() if s}
     assert spent == pytest.approx({"detect": 2, "rendezvous": 3, "rebuild": 5, "restore": 2})
+    now = clock.time()
+    stood = TimeBook.begin({"started": 0, "ended": now - 9, "began": now - 7, "stood_by": now - 6, "formed": now - 1})
+    clock.now += 1
+    stood.settle()
+    spent = {c: s for c, s in stood.seconds.items() if s}
+    assert spent == pytest.approx({"detect": 2, "rendezvous": 1, "waiting": 5, "rebuild": 2})
 
 
 # ---- from the ledger -----------------------------------------------------------------------------------------------
@@ -305,12 +311,12 @@ def test_a_run_with_rare_log_steps_is_heard_of(tmp_path: Path, monkeypatch: pyte
         def on_validation_start(self) -> None:
             self.began = time.monotonic()
             if self.trainer.global_step:
-                self.looks("validation", 2)
+                self.looks("validation", 3)
 
     Trainer(run_dir=str(tmp_path), max_steps=3, global_batch_size=24, log_every=1000, val_every=3).fit(Rare())
-    for cause, samples, words in (("productive", 48, "in step 3, "), ("validation", 72, "validating, ")):
+    for cause, step, words in (("productive", 2, "in step 3, "), ("validation", 3, "validating, ")):
         one = found[cause]
-        assert (one["state"], one["step"], one["samples"]) == ("running", 2, samples)
+        assert (one["state"], one["step"], one["samples"]) == ("running", step, 24 * step)
         assert (doing_in_words(one, now=one["seen"]) or "").startswith(words)
     written, known = accounts[-1]
     assert known.total > written.total + 0.8
