@@ -30,8 +30,11 @@ from elastictrain.rundir import RunDir, without_user
 WORKER = [sys.executable, "-m", "elastictrain.cli.worker"]
 
 
-def launch(job: Job) -> int:
+def launch(job: Job, presence: Presence) -> int:
     """Run the agent to its end; the exit code.
+
+    Args:
+        presence: is told what this node does.
 
     Raises:
         UsageError: what only torch could tell (the number of GPUs) does not fit.
@@ -59,12 +62,10 @@ def launch(job: Job) -> int:
         keeper=_keeper(job),
         started=job.started,
     )
-    run_dir = None if job.target.cls is None else job.run_dir  # a script has its own: its workers tell
-    with Presence(name=job.local_addr, began=job.started, run_dir=run_dir) as presence:
-        outcome = _train(job, config, presence)
-        if outcome.code == EXIT_USAGE and outcome.step < 0:
-            presence.refused()
-        return _tell(job, outcome)
+    outcome = _train(job, config, presence)
+    if outcome.code == EXIT_USAGE and outcome.step < 0:
+        presence.refused()
+    return _tell(job, outcome)
 
 
 def _train(job: Job, config: AgentConfig, presence: Presence) -> Outcome:

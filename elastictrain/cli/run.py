@@ -178,9 +178,12 @@ def run(context: click.Context, /, target: str, script_args: tuple[str, ...], **
     Ctrl-C finishes the step, saves and exits with code 75; the same command then continues. A second one exits at once.
     """
     from elastictrain.cli import checks
+    from elastictrain.metrics.presence import Presence
 
     job = checks.prepare(target, script_args, options, from_config=context.meta.get("settings", {}))
+    job = dataclasses.replace(job, started=context.obj)
+    run_dir = None if job.target.cls is None else job.run_dir  # a script has its own: its workers tell
+    with Presence(name=job.local_addr, began=job.started, run_dir=run_dir) as presence:
+        from elastictrain.cli.launch import launch  # torch
 
-    from elastictrain.cli.launch import launch  # torch
-
-    return launch(dataclasses.replace(job, started=context.obj))
+        return launch(job, presence)

@@ -17,6 +17,9 @@ import pytest
 
 from elastictrain.cli import launch as launch_module
 from elastictrain.cli import main as main_module
+from elastictrain.metrics.goodput import stretches
+from elastictrain.metrics.ledger import read_ledger
+from elastictrain.rundir import RunDir
 from tests.helpers import begin_fork
 from tests.processes import children_of, is_running
 
@@ -148,9 +151,11 @@ def test_an_agent_that_is_killed_costs_no_more_than_the_steps_since_the_last_sav
     options = [NET, "--run-dir", "r", "--max-steps", "60", "--checkpoint-every", "1", "--log-every", "1"]
     run = Command(tmp_path, *options, "--nproc-per-node", "2")
     run.wait_for(rf"step {7 * nth} +saved")
-    workers = workers_of(run.pid)
+    workers, killed = workers_of(run.pid), time.time()
     os.kill(run.pid, signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
+    told = [one for one in stretches(read_ledger(RunDir(tmp_path / "r"))) if one.node.endswith(f"-{run.pid}")]
+    assert killed - 1.0 < told[-1].stop < time.time(), "until then it was there"
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() and is_running(pid) for pid in workers.values()):
         assert time.monotonic() < deadline, "workers outlive their agent"
@@ -177,6 +182,7 @@ def test_a_second_job_in_the_same_run_directory_is_refused(tmp_path: Path) -> No
     line = rf"elastictrain: error: run directory .*/r is in use by process {pid} on .*: stop that job first, or choose .*\n"
     assert re.search(line, second.err.read_text()), second.text
     assert "Traceback" not in second.text
+    assert [f"-{first.pid}-" in name for name in os.listdir(tmp_path / "r" / "agents")] == [True]
     first.press_ctrl_c()
     assert first.wait() == 75, first.text
 
