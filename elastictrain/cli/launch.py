@@ -14,6 +14,7 @@ from elastictrain.channel import key_of
 from elastictrain.checkpoint.keeper_process import name_of
 from elastictrain.checkpoint.token import has_token, read_token
 from elastictrain.cli.checks import Job, check_world, newest_checkpoint
+from elastictrain.cli.options import Call
 from elastictrain.config import MeshConfig
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig, Outcome
@@ -30,11 +31,12 @@ from elastictrain.rundir import RunDir, without_user
 WORKER = [sys.executable, "-m", "elastictrain.cli.worker"]
 
 
-def launch(job: Job, presence: Presence) -> int:
+def launch(job: Job, presence: Presence, call: Call) -> int:
     """Run the agent to its end; the exit code.
 
     Args:
         presence: is told what this node does.
+        call: is told that it was an agent's.
 
     Raises:
         UsageError: what only torch could tell (the number of GPUs) does not fit.
@@ -62,7 +64,7 @@ def launch(job: Job, presence: Presence) -> int:
         keeper=_keeper(job),
         started=job.started,
     )
-    outcome = _train(job, config, presence)
+    outcome, call.has_trained = _train(job, config, presence), True
     if outcome.code == EXIT_USAGE and outcome.step < 0:
         presence.refused()
     return _tell(job, outcome)

@@ -18,6 +18,7 @@ from elastictrain import __version__
 from elastictrain.cli.checkpoint import checkpoint
 from elastictrain.cli.control import drain, scale, stop
 from elastictrain.cli.dashboard import dashboard
+from elastictrain.cli.options import Call
 from elastictrain.cli.plan import plan
 from elastictrain.cli.report import report
 from elastictrain.cli.run import run
@@ -26,7 +27,6 @@ from elastictrain.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, ElasticT
 from elastictrain.machine import process_began
 
 INTERRUPTED = 130
-_AGENT = "elastictrain.cli.launch"  # only `run` imports it
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,8 +51,9 @@ cli.add_command(scale)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
-    code = _main(argv, started=process_began())
-    if _AGENT in sys.modules:  # it has said when it ends: taking torch apart would take most of a second, for nothing
+    call = Call(process_began())
+    code = _main(argv, call)
+    if call.has_trained:  # it has said when it ends: taking torch apart would take most of a second, for nothing
         with contextlib.suppress(OSError):  # nobody reads on
             sys.stdout.flush()
             sys.stderr.flush()
@@ -60,11 +61,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _main(argv: Sequence[str] | None, *, started: float | None = None) -> int:
-    """``started``: when the command began, seconds since the epoch; None: now."""
-    started = time.time() if started is None else started
+def _main(argv: Sequence[str] | None, call: Call | None = None) -> int:
+    call = Call(time.time()) if call is None else call
     try:
-        code = cli.main(args=argv, prog_name="elastictrain", standalone_mode=False, obj=started)
+        code = cli.main(args=argv, prog_name="elastictrain", standalone_mode=False, obj=call)
     except click.exceptions.Exit as end:
         return end.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +12,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 POSITIVE = click.IntRange(min=1)
+
+
+@dataclass
+class Call:
+    """One call of the command.
+
+    Args:
+        began: when, seconds since the epoch.
+        has_trained: it has been an agent's, and is over.
+    """
+
+    began: float
+    has_trained: bool = False
 
 
 def option(name: str, *more: str, pet: str | None = None, **attributes: Any) -> Callable[[Function], Function]:

@@ -181,9 +181,9 @@ def run(context: click.Context, /, target: str, script_args: tuple[str, ...], **
     from elastictrain.metrics.presence import Presence
 
     job = checks.prepare(target, script_args, options, from_config=context.meta.get("settings", {}))
-    job = dataclasses.replace(job, started=context.obj)
+    job = dataclasses.replace(job, started=context.obj.began)
     run_dir = None if job.target.cls is None else job.run_dir  # a script has its own: its workers tell
     with Presence(name=job.local_addr, began=job.started, run_dir=run_dir) as presence:
         from elastictrain.cli.launch import launch  # torch
 
-        return launch(job, presence)
+        return launch(job, presence, context.obj)

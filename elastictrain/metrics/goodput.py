@@ -295,11 +295,7 @@ class _Agents:
                 at = _went_on(at, max(start, last.stop), stop, cause, step)
                 yield at
         if (gone := self._gone.get(last.node, 0.0)) > at.stop:
-            doing = (
-                "productive"
-                if "productive" in at.seconds
-                else max(at.seconds, key=lambda c: at.seconds[c], default="unknown")
-            )
+            doing = max(at.seconds, key=lambda c: (c == "productive", at.seconds[c]), default="unknown")
             yield _went_on(at, at.stop, gone, doing, at.last)
 
 

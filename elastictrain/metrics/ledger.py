@@ -225,9 +225,10 @@ def fold_agents(run_dir: RunDir, generation: int) -> None:
         OSError: or the driver's error. What is there twice counts once.
     """
     now = time.time()
-    past = {name: line for name, line in presence.Agents(run_dir).look().items() if presence.is_past(line, now=now)}
+    there = {name: line for name, line in presence.Agents(run_dir).look().items() if is_sound(line)}
+    past = {name: line for name, line in there.items() if presence.is_past(line, now=now)}
     if len(past) >= _MANY:
-        data = "".join(json.dumps(line) + "\n" for line in past.values() if is_sound(line)).encode()
+        data = "".join(json.dumps(line) + "\n" for line in past.values()).encode()
         Series(run_dir, FOLDER, pattern="{}-agents.jsonl", generation=generation).create(data)
         presence.remove(run_dir, list(past))
 

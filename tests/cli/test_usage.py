@@ -55,7 +55,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     from elastictrain.cli import launch
 
     passed: list[Job] = []
-    monkeypatch.setattr(launch, "launch", lambda job: passed.append(job) or 0)
+    monkeypatch.setattr(launch, "launch", lambda job, *_: passed.append(job) or 0)
     return passed
 
 
