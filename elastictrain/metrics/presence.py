@@ -188,6 +188,9 @@ class Presence:
     def _remove(self, place: RunDir) -> None:
         with contextlib.suppress(FileNotFoundError):
             place.fs.rm_file(place.join(FOLDER, self._file))
+        if place.is_local:
+            with contextlib.suppress(OSError):  # others have theirs there
+                os.rmdir(place.join(FOLDER))
 
     def _line(self, *, ended: bool) -> bytes:
         """As long as the longest so far: it replaces what is there."""

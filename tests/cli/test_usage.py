@@ -16,6 +16,7 @@ from elastictrain.cli import main as main_module
 from elastictrain.cli import run as run_module
 from elastictrain.cli.checks import Job
 from elastictrain.errors import UsageError
+from elastictrain.metrics.presence import Presence
 from elastictrain.runfile import is_same_target
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,13 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     from elastictrain.cli import launch
 
     passed: list[Job] = []
-    monkeypatch.setattr(launch, "launch", lambda job, *_: passed.append(job) or 0)
+
+    def launched(job: Job, presence: Presence, _: Any) -> int:
+        passed.append(job)
+        presence.refused()
+        return 0
+
+    monkeypatch.setattr(launch, "launch", launched)
     return passed
 
 
