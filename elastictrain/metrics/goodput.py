@@ -294,7 +294,11 @@ class _Agents:
                     cause = "startup"  # all steps were told: its workers were about to end
                 at = _went_on(at, max(start, last.stop), stop, cause, step)
                 yield at
-        if (gone := self._gone.get(last.node, 0.0)) > at.stop:
+        # The others may notice late; it has not outlived the time when it would have spoken again.
+        gone = min(
+            [self._gone.get(last.node, 0.0), *(line["to"] + line["beat"] * (not line["ended"]) for line in lives[-1:])]
+        )
+        if gone > at.stop:
             doing = max(at.seconds, key=lambda c: (c == "productive", at.seconds[c]), default="unknown")
             yield _went_on(at, at.stop, gone, doing, at.last)
 

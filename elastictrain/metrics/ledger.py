@@ -354,5 +354,5 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     | {"lost_steps": _is_count, "seconds": _is_total},
     "gone": {"time": _is_time, "host": _is_text, "agent_pid": _is_count},
     "agent": {"node": _is_text, "name": _is_text, "host": _is_text, "agent_pid": _is_count, "from": _is_time}
-    | {"to": _is_time, "phases": _is_phases, "reached": _is_reached, "ended": _is_flag},
+    | {"to": _is_time, "beat": _is_time, "phases": _is_phases, "reached": _is_reached, "ended": _is_flag},
 }

@@ -7,10 +7,10 @@ more rarely in runs of many nodes, so that they all together write no more often
 object stores; and once more as the last thing that it does. Of an agent that is killed the last line stays: until then it
 was there. :mod:`elastictrain.metrics.goodput` takes from it what no worker has told.
 
-    {"event": "agent", "generation": 0, "node": …, "name": …, "host": …, "agent_pid": …, "from": …, "to": …,
+    {"event": "agent", "generation": 0, "node": …, "name": …, "host": …, "agent_pid": …, "from": …, "to": …, "beat": …,
      "phases": [[cause, since], …], "reached": …, "ended": …}
 
-``reached`` is how many steps the workers of the newest generation had finished, -1 for none; ``ended``: this is the last
+``beat``: so many seconds later there is another line. ``reached`` is how many steps the workers of the newest generation had finished, -1 for none; ``ended``: this is the last
 line. ``generation`` is there as in every line of the ledger, and means nothing.
 
 Nothing is written before there is a run, and what was written is removed if the command turns out to be refused. Once there
@@ -197,7 +197,8 @@ class Presence:
         with self._lock:
             phases = list(self._phases)
             line = {"event": "agent", "generation": 0, **self._about, "from": self._began, "to": self._now()}
-        text = json.dumps({**line, "phases": phases, "reached": self.reached, "ended": ended})
+        beat = self._pace if self._place is None or self._place.is_local else STORE_BEAT
+        text = json.dumps({**line, "beat": beat, "phases": phases, "reached": self.reached, "ended": ended})
         return (text[:-1].ljust(self._size - 2) + "}\n").encode()
 
     def _now(self) -> float:

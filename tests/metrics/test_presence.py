@@ -40,7 +40,8 @@ def told(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def agent(begin: float, end: float, *phases: list[Any], name: str = "a", **more: Any) -> dict[str, Any]:
     about = {"event": "agent", "generation": 0, "node": name, "name": name, "host": name, "agent_pid": 7}
-    line = {**about, "from": begin, "to": end, "phases": [["startup", begin], *phases], "reached": -1, "ended": False}
+    line = {**about, "from": begin, "to": end, "phases": [["startup", begin], *phases], "reached": -1}
+    line |= {"beat": 60.0, "ended": False}
     line |= more
     assert is_sound(line)
     return line
@@ -192,6 +193,8 @@ def test_a_node_that_was_lost_went_on_until_then() -> None:
     assert goodput([*lines, gone, *again]).total == 47 + 50
     assert goodput([*lines, agent(10, 53), gone, *again]).total == 47 + 50
     assert goodput([*lines, agent(10, 59, ended=True), gone, *again]).total == 49 + 50, "it left in good order"
+    assert goodput([*lines, agent(10, 55, ended=True), gone, *again]).total == 45 + 50
+    assert goodput([*lines, agent(10, 53, beat=0.5), gone, *again]).total == 43.5 + 50, "it would have spoken again"
 
 
 def test_a_run_that_is_silent_is_not_heard_by_its_agents(tmp_path: Path) -> None:
