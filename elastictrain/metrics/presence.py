@@ -10,11 +10,12 @@ was there. :mod:`elastictrain.metrics.goodput` takes from it what no worker has 
     {"event": "agent", "generation": 0, "node": …, "name": …, "host": …, "agent_pid": …, "from": …, "to": …, "beat": …,
      "phases": [[cause, since], …], "reached": …, "ended": …}
 
-``beat``: so many seconds later there is another line. ``reached`` is how many steps the workers of the newest generation had finished, -1 for none; ``ended``: this is the last
-line. ``generation`` is there as in every line of the ledger, and means nothing.
+``beat``: so many seconds later there is another line. ``reached`` is how many steps the workers of the newest generation
+had finished, -1 for none; ``ended``: this is the last line. ``generation`` is there as in every line of the ledger,
+and means nothing.
 
 Nothing is written before there is a run, and what was written is removed if the command turns out to be refused. Once there
-are many of these objects, a later start puts their lines into one of the ledger's (:func:`fold`).
+are many of these objects, a later start puts their lines into one of the ledger's (``ledger.fold_agents``).
 
 On failure: storage that does not answer is asked again; at the end nobody waits for it longer than :data:`PATIENCE`.
 """
