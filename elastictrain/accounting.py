@@ -12,7 +12,6 @@ On failure: a ledger that cannot be read is a warning, and no goodput is logged.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,7 @@ class Account:
         self._first = goodput(session.begun) if session.is_first_start else None
         self._has_peers = 1 < session.ranks.world_size <= _MANY
         self.is_new = True
+        self._untold: dict[str, Any] | None = None  # a recovery whose first step is done
 
     def settle(self) -> None:
         """Since the last entry there were steps, and in them waits for data."""
@@ -75,13 +75,18 @@ class Account:
             "nodes_before": was.nodes,
             "mesh": str(s.mesh.shape),
         }
-        self.tell("recovery", event)
+        self._untold = event
         return {f"elastic/{'change' if was.is_planned else 'recovery'}_seconds": now - was.ended}
 
-    def tell(self, kind: str, event: Mapping[str, Any]) -> None:
-        """Something has changed who trains: a line in the ledger, and one for a person. On rank 0."""
-        if self._session.ledger is not None:
-            self._session.ledger.note(kind, time=time.time(), **event)
+    def tell(self) -> None:
+        """Who trains has changed: a line in the ledger, and one for a person. On rank 0, once the first step is reported."""
+        event, self._untold = self._untold, None
+        if event is None:
+            return
+        ledger = self._session.ledger
+        if ledger is not None:
+            ledger.note("recovery", time=time.time(), **event)
+            ledger.flush(wait=0.0)  # the next loss may be this very process
         print_line(f"elastictrain: {event_line(event)}", console=make_console())
 
     # ---- log steps -------------------------------------------------------------------------------------------------

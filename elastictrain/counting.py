@@ -36,10 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class FlopsPerSample:
-    """Call it once a step has run, for then there is a batch. The answer is kept.
+    """Call it once a step has run, for then there is a batch. The answer is kept, as ``session.counted_flops``.
 
     Args:
-        session: its task is built, and not laid out yet.
+        session: its task is built, and not laid out yet. Where it knows the answer, nothing is counted: who goes on after a
+            failure has other things to compute.
     """
 
     def __init__(self, session: Session) -> None:
@@ -47,7 +48,7 @@ class FlopsPerSample:
         self._value: float | None = None
         self._copy: Task | None = None
         task = session.task
-        is_asked = any(callback.needs_flops for callback in session.callbacks)
+        is_asked = session.counted_flops is None and any(callback.needs_flops for callback in session.callbacks)
         with _or_not_at_all():
             if is_asked and isinstance(task, Task) and is_overridden("loss", task, Task) and _own(task) is None:
                 self._copy = _apart(task)
@@ -56,10 +57,11 @@ class FlopsPerSample:
         if self._session is not None:
             session, self._session = self._session, None
             with _or_not_at_all():
-                self._value = _own(session.task)
+                self._value = _own(session.task) if session.counted_flops is None else session.counted_flops
                 whole = session.mesh.shape.cp == 1  # else a rank's batch has a part of the tokens
                 if self._value is None and self._copy is not None and whole and session.batch is not None:
                     self._value = count(self._copy, session.batch) / samples_in_batch(session)
+            session.counted_flops = self._value
             self._copy = None
         return self._value
 

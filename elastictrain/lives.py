@@ -13,8 +13,8 @@ When a worker dies, the others of its generation are alive, and wait for it in a
 of the objects that ``fit`` was given: module globals, class attributes, ``os.environ``; those objects, put back, and the
 data that they share with what they were (:mod:`elastictrain.origin`);
 :class:`~elastictrain.elastic.membership.AgentMembership` with its line to the agent and its signal handlers; the writer
-process of a save that is under way, which ends by itself. The generators of random numbers are put back to where they were
-when ``fit`` began, as in a new process.
+process of a save that is under way, which ends by itself; what a sample costs in FLOPs. The generators of random numbers are
+put back to where they were when ``fit`` began, as in a new process.
 
 On failure: a process that cannot go on like this says so beforehand (:attr:`Lives.problem`), and is then replaced like one
 that has died. So is one that is not done with the old generation in time. An error that is no consequence of a lost peer is
@@ -59,6 +59,7 @@ class Lives:
     Attributes:
         problem: why this process cannot go on in another generation; None: it can.
         needs_state: it has gone on, and the first values of weights that its module was made with are gone.
+        counted_flops: of a sample, as earlier generations have counted them; None: none has.
     """
 
     def __init__(self, membership: Membership, things: Sequence[Any], loaders: Sequence[Any]) -> None:
@@ -69,6 +70,7 @@ class Lives:
         self._is_between = self._has_frozen = False
         self.problem: str | None = None
         self.needs_state = False
+        self.counted_flops: float | None = None
         self._compiled_before = compiled_frames()  # these know no mesh of ours
         if self._mine is None:
             self.problem = "elastictrain run has not started it"

@@ -26,6 +26,7 @@ from elastictrain.data.randomness import seed_slot
 from elastictrain.data.slots import Slot, Work, mix
 from elastictrain.errors import UnsupportedError, UsageError
 from elastictrain.manual import ManualStep
+from elastictrain.parallel import locally
 from elastictrain.parallel.scaling import HeldGradients
 from elastictrain.passes import Passes
 from elastictrain.piping import PipedStep
@@ -194,7 +195,7 @@ class StepRunner:
         if self._runs_closure:
             compute()
             self._after_closure(optimizer)
-            optimizer.step()
+            locally.step(optimizer)
         else:
             has_run = False
 

@@ -184,8 +184,13 @@ class Reporter:
             seconds = started - self._ended - (self._paused - self._paused_then)
             self._ended, self._paused_then = started, self._paused
             info = self._info(number, values, seconds)
-            self._tell(info)
+            try:
+                self._tell(info)
+            finally:
+                self._account.tell()
             self._watching += time.perf_counter() - started
+        else:
+            self._account.tell()
         return agreed
 
     def _tell(self, info: StepInfo) -> None:

@@ -248,7 +248,9 @@ class Resumption:
             CheckpointError: it cannot be written.
         """
         if self._session.run_dir is not None:
-            run, start = self.ask_main(self._write)
+            run, start, flops = self.ask_main(lambda: (*self._write(), self._session.counted_flops))
+            if flops is not None:  # a process that is new need not count them once more
+                self._session.counted_flops = flops
             self._open_ledger(start)
             if self._recalling is not None:
                 assert self.manager is not None

@@ -154,6 +154,7 @@ class Session:
         default_factory=lambda: [0.0, 0.0, 0.0, 0.0]
     )  # of all steps: waiting for data, forward and backward, optimizer, gradients of other ranks
     flops_per_sample: Callable[[], float | None] = lambda: None  # known once a step has run
+    counted_flops: float | None = None  # the same, as it was counted, in this generation or an earlier one
     logbook: LogBook = field(default_factory=lambda: LogBook(training=True))
     rounds: dict[int, int] = field(
         default_factory=dict

@@ -245,7 +245,7 @@ def optimizer_targets(
         for key, entry in owned.get(name, {}).items():
             spec = saved[entry]
             if spec.shape == tuple(parameter.shape) and spec.shape:
-                targets[entry] = torch.zeros_like(parameter.detach(), dtype=spec.dtype)
+                targets[entry] = _zeros_like(parameter, spec.dtype)
             elif isinstance(parameter, DTensor) and math.prod(spec.shape) > 1:
                 raise CheckpointError(
                     f"{entry} has shape {list(spec.shape)} and its sharded parameter {list(parameter.shape)}:"
@@ -256,6 +256,17 @@ def optimizer_targets(
                 device = torch.device("cpu") if on_host else parameter.device
                 targets[entry] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     return targets
+
+
+def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Laid out as the parameter is. DTensor's own takes longer than reading a small state: it asks how operators lay out."""
+    with torch.no_grad():
+        if not isinstance(parameter, DTensor):
+            return torch.zeros_like(parameter, dtype=dtype)
+        local = torch.zeros_like(parameter.to_local(), dtype=dtype)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _entries_by_owner(

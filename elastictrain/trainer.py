@@ -188,7 +188,7 @@ class Trainer:
         try:
             lives.enter()
             session = self._open(task, datamodule, purpose="fit", membership=membership)
-            session.needs_state = lives.needs_state
+            session.needs_state, session.counted_flops = lives.needs_state, lives.counted_flops
             lives.draw_alike(session.ranks.device)
             builder = Builder(session)
             builder.build_for_fit(*data)
@@ -223,6 +223,7 @@ class Trainer:
             if session is not None and builder is not None:
                 self.callback_metrics = dict(session.callback_metrics)
                 self._reached = session.reached()
+                lives.counted_flops = session.counted_flops
                 builder.close()
 
     def validate(

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from elastictrain import exchange
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -59,8 +61,7 @@ class Ranks:
         done, cause = self._try(part)
         gathered: list[Any] | None = [done]
         if self.world_size > 1:
-            gathered = [None] * self.world_size if self.rank == 0 else None
-            dist.gather_object(done, gathered, dst=0)
+            gathered = exchange.gather(done)
         replies: list[Any] = []
         if gathered is not None:  # rank 0
             failures = [one for one in gathered if isinstance(one, Failure)]
@@ -82,9 +83,7 @@ class Ranks:
     def _scatter(self, replies: list[Any]) -> Any:
         if self.world_size == 1:
             return replies[0]
-        reply: list[Any] = [None]
-        dist.scatter_object_list(reply, replies or None, src=0)
-        return reply[0]
+        return exchange.scatter(replies or None)
 
     def _try(self, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         try:

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor import _redistribute as redistribute
+from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -40,6 +41,7 @@ __all__ = [
     "compiled_frames",
     "empty_optimizers",
     "forget_meshes",
+    "has_step_hooks",
     "hollow",
     "init_call",
     "is_compiled",
@@ -139,6 +141,12 @@ def empty_optimizers() -> Iterator[None]:
         yield
     finally:
         torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Is anything called around the optimizer's ``step``, of its own or of all optimizers?"""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks)
 
 
 def is_random(op: Operator) -> bool:

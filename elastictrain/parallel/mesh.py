@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from elastictrain import exchange
 from elastictrain.compat.torch import abort_groups, forget_meshes
 from elastictrain.config import AXES, MeshConfig, MeshShape
 from elastictrain.errors import UsageError
@@ -81,17 +82,14 @@ class Ranks:
         """Every rank's value, on every rank; small Python objects only; a collective."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return exchange.all_gather(value)
 
     def from_main(self, value: T, *, main: int = 0) -> T:
         """The value of rank 0, or of ``main``, on every rank; a collective."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=main, device=torch.device("cpu"))
-        return box[0]
+        found: T = exchange.broadcast(value, src=main)
+        return found
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,7 @@ from elastictrain.compat.torch import (
     argument_names,
     batches_ready,
     empty_optimizers,
+    has_step_hooks,
     hollow,
     init_call,
     is_random,
@@ -257,3 +259,18 @@ def test_an_optimizer_of_nothing(optimizer: Any) -> None:
             optimizer(weight)
     with pytest.raises(ValueError, match="empty parameter list"):
         optimizer([])
+
+
+def test_hooks_around_an_optimizers_step_are_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert not has_step_hooks(optimizer)
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        optimizers.register_optimizer_step_pre_hook,
+        optimizers.register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert has_step_hooks(optimizer)
+        handle.remove()
+        assert not has_step_hooks(optimizer)

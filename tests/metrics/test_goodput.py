@@ -9,11 +9,13 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastictrain import Callback, CheckpointConfig, Trainer
+from elastictrain.accounting import Account
 from elastictrain.callback import StepInfo
 from elastictrain.cli.main import _main
 from elastictrain.metrics import courier
@@ -25,6 +27,7 @@ from elastictrain.metrics.ledger import Ledger, read_ledger
 from elastictrain.metrics.status import SILENT, doing_in_words, status
 from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
+from elastictrain.session import Counters, Recovery
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, Samples
 
@@ -416,3 +419,33 @@ def test_what_earlier_starts_spent_is_read_beside_training(
     lost = logged(tmp_path, "goodput/lost/startup")
     if is_readable:
         assert lost[6] >= earlier.seconds["startup"]
+
+
+def test_a_recovery_is_written_before_its_process_may_be_lost(tmp_path: Path) -> None:
+    """A leader that died a second after its first step took the line of that recovery with it."""
+    run_dir = RunDir(str(tmp_path))
+    ledger = Ledger(run_dir, generation=1, node="a")
+    session: Any = SimpleNamespace(
+        ledger=ledger,
+        run_dir=run_dir,
+        times=TimeBook(),
+        counters=Counters(step=7),
+        ranks=SimpleNamespace(world_size=2, is_main=True),
+        membership=SimpleNamespace(num_nodes=2),
+        mesh=SimpleNamespace(shape="dp=2"),
+        recovery=Recovery("node-3 was lost", time.time() - 1.0, 9, 3),
+        is_first_start=False,
+        seconds=[0.0] * 4,
+    )
+    account = Account(session)
+    assert account.first_step(0.5)["elastic/recovery_seconds"] == pytest.approx(1.0, abs=0.9)
+    account.tell()
+    account.tell()  # nothing more
+    deadline = time.monotonic() + 20.0
+    while (
+        not (there := read_ledger(run_dir)) and time.monotonic() < deadline
+    ):  # nobody asks for it, or closes the ledger
+        time.sleep(0.01)
+    (recovery,) = there
+    assert (recovery["event"], recovery["lost_steps"], recovery["nodes_before"]) == ("recovery", 2, 3)
+    ledger.close()
