@@ -41,6 +41,7 @@ __all__ = [
     "compiled_frames",
     "empty_optimizers",
     "forget_meshes",
+    "gloo_operations",
     "has_step_hooks",
     "hollow",
     "init_call",
@@ -98,6 +99,18 @@ def abort_groups() -> None:
             known.clear()
         c10d._unregister_all_process_groups()
         world.group_count = 0
+
+
+def gloo_operations() -> dict[str, str]:
+    """What torch asks a process group for, and what gloo calls it."""
+    plain = ("allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
+             "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
+             "_allgather_base", "_reduce_scatter_base")  # fmt: skip
+    return {name: name for name in plain} | {
+        "all_gather_single": "_allgather_base",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "all_to_all_single": "alltoall_base",
+    }
 
 
 def compiled_frames() -> int:

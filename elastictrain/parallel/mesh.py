@@ -152,7 +152,8 @@ def join(
         rank, zones = number(
             PrefixStore("zones", store), mesh.topology, rank=rank, world_size=world_size, names=nodes, block=block
         )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # nothing but an agent severs groups; NCCL has its own way, and gloo's part is small beside it
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else SEVERABLE if has_agent else "gloo"
     _hook = _hook or sys.excepthook
     with making_groups():
         dist.init_process_group(
@@ -167,6 +168,8 @@ def join(
 
 
 _connections = Connections()  # of the groups of this process
+SEVERABLE = "severable_gloo"  # the name of the backend
+dist.Backend.register_backend(SEVERABLE, lambda *what: _connections.group(*what), devices=["cpu"])
 
 
 def making_groups() -> AbstractContextManager[None]:
@@ -197,10 +200,11 @@ def leave(ranks: Ranks) -> None:
     It is left alive after training, because a sharded module's weights can be read only through it, and the next
     :func:`join` in this process uses it again.
     """
-    global _joined
+    global _joined, _connections
     if ranks.owns_group and dist.is_initialized():
         dist.destroy_process_group()
-        _joined = None
+        _connections.close()
+        _joined, _connections = None, Connections()
 
 
 def abandon() -> None:

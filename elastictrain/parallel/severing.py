@@ -3,8 +3,9 @@
 Of gloo on torch 2.13 nothing else does that: not its own ``abort`` and ``shutdown``, not the end of the group (measured: a
 rank whose peer is stopped waits for the group's timeout). So :class:`Connections` notes which sockets come into being while
 groups, and the client of their store, are made, and :meth:`Connections.sever` shuts those down, after which every operation
-on them raises ``RuntimeError`` or ``DistError`` within milliseconds. NCCL has an abort of its own; where the groups have a
-part on GPUs it is called as well.
+on them raises ``RuntimeError`` or ``DistError`` within milliseconds; what gloo then forgets to end, the groups themselves do
+not wait for (:mod:`elastictrain.parallel.groups`). NCCL has an abort of its own; where the groups have a part on GPUs it is
+called as well.
 
 On failure: on systems without ``/proc`` nothing is noted and nothing is severed; operations then end by their timeouts.
 """
@@ -16,10 +17,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
+from torch.distributed import Store
 
 from elastictrain.compat.torch import abort_groups
+from elastictrain.parallel.groups import SeverableGroup
 
 _FDS = "/proc/self/fd"
 
@@ -31,6 +35,12 @@ class Connections:
         self._known: dict[int, str] = {}
         self._lock = threading.Lock()
         self._is_severed = self._is_closed = False
+        self._groups: list[SeverableGroup] = []
+
+    def group(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> SeverableGroup:
+        """A new one, of gloo, in which waits end when it is severed."""
+        self._groups.append(SeverableGroup(store, rank, world_size, timeout, is_severed=lambda: self._is_severed))
+        return self._groups[-1]
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -59,6 +69,9 @@ class Connections:
         """The groups are gone."""
         with self._lock:
             self._known, self._is_closed = {}, True
+            groups, self._groups = self._groups, []
+        for group in groups:
+            group.close()
 
 
 def _sockets() -> dict[int, str]:

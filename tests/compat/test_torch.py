@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
@@ -24,6 +25,7 @@ from elastictrain.compat.torch import (
     argument_names,
     batches_ready,
     empty_optimizers,
+    gloo_operations,
     has_step_hooks,
     hollow,
     init_call,
@@ -183,6 +185,15 @@ def test_a_copy_on_meta_shares_no_lists_and_no_hooks() -> None:
     assert net[0].weight.grad is None and not net[0].weight.is_meta
     with pytest.raises(TypeError, match="a object is used"):
         copied.other()
+
+
+def test_what_a_group_is_asked_for_is_there_in_gloo() -> None:
+    ours = gloo_operations()
+    for name, gloos in ours.items():
+        assert callable(getattr(dist.ProcessGroupGloo, gloos)) and callable(getattr(dist.ProcessGroup, name)), name
+    operations = {name for name in dir(dist.ProcessGroupGloo) if "reduce" in name or "gather" in name or "all" in name}
+    others = {"__reduce__", "__reduce_ex__", "allocate_tensor", "mem_allocator", "supports_tensor_alloc"}
+    assert operations - others <= set(ours.values()), "what gloo can do since"
 
 
 class Bank:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from elastictrain.compat import torch as compat_torch
 from elastictrain.config import MeshShape
 from elastictrain.errors import GenerationOver, is_lost_peer
-from elastictrain.parallel.mesh import abandon, join, make_mesh, making_groups, severance
+from elastictrain.parallel.mesh import SEVERABLE, abandon, join, make_mesh, making_groups, severance
 from tests.helpers import free_port, run_ranks
 
 SECONDS = 20.0  # no test waits for so long; a group's timeout is half an hour
@@ -81,6 +84,106 @@ def _let_go(rank: int, world_size: int, ports: list[int], folder: str) -> list[f
 def test_waiting_ranks_are_let_go_and_meet_without_the_other(tmp_path: Any) -> None:
     found = run_ranks(_let_go, 4, [free_port() for _ in range(3)], str(tmp_path))
     assert found == [[10.0, 6.0]] * 3 + [[10.0]]
+
+
+def _half_way(rank: int, world_size: int, ports: list[int], operation: str) -> float:
+    """The last rank is stopped while a large message is half received, which gloo forgets when connections are cut."""
+    _meet(ports, 0, rank, world_size)
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    cut, large = severance(), torch.ones(16_000_000)
+
+    def transfer() -> None:
+        while True:
+            if operation == "message":
+                dist.send(large, 1) if rank == 0 else dist.recv(large, 0)
+            else:
+                dist.all_reduce(large)
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        cut()  # once it goes on
+
+    if rank == 0:
+        _raises(transfer)
+        os.kill(pids[1], signal.SIGCONT)
+    else:
+        threading.Timer(0.02, stop).start()
+        with pytest.raises(RuntimeError, match="gloo"):
+            transfer()
+    abandon()
+    return _meet(ports, 1, rank, world_size)
+
+
+@pytest.mark.parametrize("operation", ["message", "collective"])
+def test_ranks_are_let_go_in_the_middle_of_a_message(operation: str) -> None:
+    assert run_ranks(_half_way, 2, [free_port() for _ in range(2)], operation, timeout=60) == [3.0, 3.0]
+
+
+def _all_kinds(rank: int, world_size: int, port: int) -> list[float]:
+    """All that torch asks of a group, in one that can be severed."""
+    _meet([port], 0, rank, world_size)
+    assert dist.get_backend() == SEVERABLE
+    ones, parts = torch.ones(2) * (rank + 1), [torch.zeros(2) for _ in range(world_size)]
+    whole, part = torch.arange(4.0), torch.zeros(2)
+    found = []
+    dist.all_reduce(one := ones.clone())
+    found.append(one[0])
+    dist.broadcast(one := ones.clone(), src=1)
+    found.append(one[0])
+    dist.all_gather(parts, ones)
+    found.append(parts[1][0])
+    dist.all_gather_into_tensor(whole.clone(), ones)
+    dist.reduce_scatter_tensor(part, whole)
+    found.append(part[0] - 4.0 * rank)
+    dist.reduce(one := ones.clone(), dst=0)
+    found.append(one[0] if rank == 0 else torch.tensor(3.0))
+    dist.scatter(part, [whole[:2], whole[2:]] if rank == 0 else None, src=0)
+    found.append(part[0] - 2.0 * rank)
+    dist.all_to_all_single(one := torch.zeros(2), ones)
+    found.append(one[1])
+    work = dist.irecv(part, 1 - rank)
+    dist.isend(ones, 1 - rank).wait()
+    work.wait()
+    found.append(part[0] + ones[0])
+    dist.barrier()
+    box = ["one" if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box == ["one"]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert dist.get_world_size(alone) == 1 and dist.get_backend(alone) == SEVERABLE
+    gathered = all_gather_tensor(ones, 0, list(range(world_size)))
+    found.append(gathered[-1])
+    assert work.is_completed()
+    return [float(one) for one in found]
+
+
+def test_a_group_that_can_be_severed_does_what_every_group_does() -> None:
+    assert run_ranks(_all_kinds, 2, free_port()) == [[3.0, 2.0, 2.0, 0.0, 3.0, 0.0, 2.0, 3.0, 2.0]] * 2
+
+
+def _late(rank: int, world_size: int, port: int, folder: str) -> None:
+    """A wait that is told how long it may take."""
+    _meet([port], 0, rank, world_size)
+    done = os.path.join(folder, "done")
+    if rank == 0:
+        for work in (dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 1)):
+            assert work is not None
+            with pytest.raises(RuntimeError, match="not ended within 0.2 s"):
+                work.wait(timedelta(seconds=0.2))
+            assert not work.is_completed()
+        open(done, "w").close()
+        dist.send(torch.ones(1), 1)
+    else:
+        while not os.path.exists(done):
+            time.sleep(0.01)
+        dist.recv(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1))
+        dist.send(torch.ones(1), 0)
+
+
+def test_a_wait_with_a_limit_ends(tmp_path: Any) -> None:
+    run_ranks(_late, 2, free_port(), str(tmp_path))
 
 
 def test_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
