@@ -75,7 +75,9 @@ def _let_go(rank: int, world_size: int, ports: list[int], folder: str) -> list[f
     _raises(lambda: _meet(ports, 1, rank, world_size))  # the last rank does not come
     abandon()
     sums.append(_meet(ports, 2, rank, world_size - 1))
-    make_mesh(join(rank=rank, world_size=world_size - 1, local_rank=rank), MeshShape(dp_shard=3))
+    ranks = join(rank=rank, world_size=world_size - 1, local_rank=rank)
+    make_mesh(ranks, MeshShape(dp_shard=3))
+    ranks.barrier()  # the store is rank 0's
     if rank == 0:
         open(done, "w").close()
     return sums
