@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     call = Call(process_began())
     code = _main(argv, call)
     if call.has_trained:  # it has said when it ends: taking torch apart would take most of a second, for nothing
-        with contextlib.suppress(OSError):  # nobody reads on
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads on, or it is closed
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -183,7 +183,7 @@ def run(context: click.Context, /, target: str, script_args: tuple[str, ...], **
     job = checks.prepare(target, script_args, options, from_config=context.meta.get("settings", {}))
     job = dataclasses.replace(job, started=context.obj.began)
     run_dir = None if job.target.cls is None else job.run_dir  # a script has its own: its workers tell
-    with Presence(name=job.local_addr, began=job.started, run_dir=run_dir) as presence:
+    with Presence(name=job.local_addr, began=job.started, run_dir=run_dir, num_nodes=job.min_nodes) as presence:
         from elastictrain.cli.launch import launch  # torch
 
         return launch(job, presence, context.obj)

@@ -142,7 +142,7 @@ class Control:
         return self._log.newest()
 
     def kept_out(self) -> list[tuple[Loss, float]]:
-        """Hosts that the run does not let in, and until when, seconds since the epoch; also such as are let in by now.
+        """Hosts that the run does not let in, and until when, seconds since the epoch; perhaps such as are let in by now.
 
         A leader counts from the loss, and one that came later from when it came.
         """
@@ -151,7 +151,8 @@ class Control:
             newest = newest if newest.index else entry
             here = {member.host for member in newest.generation.members}
             there = [one for one in newest.losses if one in entry.losses and one.seconds > 0 and one.host not in here]
-            if entry.epoch != newest.epoch or not there:
+            is_over = written + max((one.seconds for one in there), default=0.0) <= time.time()
+            if entry.epoch != newest.epoch or is_over:  # earlier ones say no later end
                 break
             since |= dict.fromkeys(there, written)
         return [(loss, written + loss.seconds) for loss, written in since.items()]

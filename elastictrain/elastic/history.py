@@ -40,6 +40,7 @@ class History:
         """Again and again inside a rendezvous."""
         stands_by = self._handler.stood_by
         is_price = self._is_again and not self._has_stood_by and stands_by is None
+        self._presence.num_nodes = max(self._presence.num_nodes, self._handler.num_known + 1)
         self._presence.doing("rendezvous" if is_price else "waiting", since=stands_by or self._handler.began)
 
     def begins(self, folder: str, *, failure: str, was_handed_over: bool) -> dict[str, Any]:

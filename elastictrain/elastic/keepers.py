@@ -5,7 +5,7 @@ sees the word, and a thread starts a keeper or takes over the one that a killed 
 Should the keeper die, another one is started. Where the agent knows beforehand what its workers will ask for, the keeper is
 there before they do (:meth:`Keepers.prepare`): a start takes a tenth of a second, for which all nodes would wait as this one
 joins. Where the run is over, or this node has left and handed its state over, so is
-the keeper; and where this node has stood by, as soon as the keepers of those that train hold a newer snapshot, twice each
+the keeper; and where this node has stood by, if the keepers of those that train hold a newer snapshot by then, twice each
 image. On every other way out the agent leaves it and says so: what it holds may be newer than storage, or what is left
 of another node, and whoever starts the run again takes it over.
 

@@ -67,7 +67,7 @@ class Leader:
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
-        self._leavers_until = now + 2 * timing.grace  # they look for it twice as often as once in its grace
+        self._leavers_until = now + 4 * timing.look_for(len(entry.generation.members))
         self._is_due_again: float | None = None
         self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0

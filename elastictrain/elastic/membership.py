@@ -292,7 +292,7 @@ class AgentMembership(Membership):
             time.sleep(0.01)
 
     def opened_ledger(self, run_dir: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the generation has just ended
+        with contextlib.suppress(OSError):  # the generation has just ended, or there is no room: training goes on
             write_whole(os.path.join(self._folder, RUN_DIR), {"run_dir": run_dir})
 
     @property

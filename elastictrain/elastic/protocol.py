@@ -380,7 +380,7 @@ class Peer:
         """Claim soon, survivors one after another."""
         self._drop()
         if self.following.is_leaving and not self.following.is_member:  # it may still be saving what others begin with
-            self._enter(State.PAUSING, now + self.timing.grace / 2)
+            self._enter(State.PAUSING, now + self.timing.look_for(len(self.generation.members)))
         elif self.following.is_over:
             self._enter(State.PAUSING, now + self.following.ttl)
         else:

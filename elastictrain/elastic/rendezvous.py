@@ -90,6 +90,11 @@ class GenerationHandler(RendezvousHandler):
         return False
 
     @property
+    def num_known(self) -> int:
+        """How many nodes the newest generation has."""
+        return len(self.members)
+
+    @property
     def is_out(self) -> bool:
         """Is this node no member of the newest one?"""
         return False

@@ -206,6 +206,10 @@ class RunRendezvous(GenerationHandler):
         return self._node.generation.number > self._current.number
 
     @property
+    def num_known(self) -> int:
+        return len(self._node.generation.members)
+
+    @property
     def is_out(self) -> bool:
         return not self.is_in(self._node.generation)
 
@@ -287,7 +291,8 @@ class RunRendezvous(GenerationHandler):
             if info is not None:
                 self.is_planned = generation.boundary >= 0 and generation.number == self._current.number + 1
                 before = () if self.is_planned else self._current.members
-                self.lost = tuple(agent_of(one) for one in before if one not in generation.members)
+                gone = (one for one in before if one not in generation.members and one.node not in generation.leaving)
+                self.lost = tuple(agent_of(one) for one in gone)
                 stay = tuple(one for one in before if one in generation.members)
                 if before and self.stood_by is None and not self._timing.is_enough(stay, generation.size):
                     self.stood_by = self.began  # those that were left could not have gone on alone

@@ -77,5 +77,9 @@ class Timing:
         """So that the leader of a large run reads about 2,500 signs of life a second and no more."""
         return max(self.beat, num_nodes / 2500)
 
+    def look_for(self, num_nodes: int) -> float:
+        """Seconds between two looks for a new leader by a node that leaves; all of a large run's may leave at once."""
+        return max(self.grace / 2, num_nodes / 100)
+
     def ttl_for(self, num_nodes: int) -> float:
         return max(self.ttl, 4 * self.beat_for(num_nodes))

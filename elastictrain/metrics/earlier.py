@@ -79,11 +79,12 @@ def spent_before(lines: Iterable[Mapping[str, Any]], begun: list[Line]) -> Goodp
     mine = max(line["generation"] for line in begun or lines)
     here = {line["node"] for line in lines if line["event"] == "node" and line["generation"] == mine}
     now = min((line["time"] for line in begun if "time" in line), default=math.inf)
-    there = [
-        line
+    agents = [
+        {**line, "to": min(line["to"], now), "ended": line["ended"] and line["to"] <= now}  # it may go on meanwhile
         for line in lines
-        if (line["generation"] < mine or line["event"] in ("start", "node", "gone", "agent"))
-        and not (line["event"] == "agent" and (line["node"] in here or line["to"] > now))
+        if line["event"] == "agent" and line["node"] not in here and line["from"] < now
     ]
+    others = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node", "gone")]
+    there = [*agents, *(line for line in others if line["event"] != "agent")]
     opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
     return goodput([*there, *opening, *begun])

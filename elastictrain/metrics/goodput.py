@@ -46,6 +46,7 @@ CAUSES = {
     "straggling": "waiting for slower ranks",
     "unknown": "nobody knows",
 }
+ENDING = 10.0  # seconds of an agent's account after its workers' last word that may be their end and no hang
 USEFUL = ("productive", "validation")
 
 Seconds = dict[str, float]
@@ -275,6 +276,7 @@ class _Agents:
         known = [piece for line in lives for piece in pieces(line)]
         if not told:
             return [Stretch(node, 0, start, stop, 0, 0, {cause: stop - start}) for start, stop, cause in known]
+        told = [part for stretch in told for part in _without(stretch, lives)]
         begin, step, early = told[0].start, told[0].first, told[0].generation
         before = [(start, min(stop, begin), cause) for start, stop, cause in known if start < begin]
         opening = [
@@ -285,13 +287,16 @@ class _Agents:
     def _behind(
         self, last: Stretch, lives: list[Mapping[str, Any]], known: list[tuple[float, float, str]]
     ) -> Iterator[Stretch]:
-        reached, has_ended = max((line["reached"] for line in lives), default=-1), any(line["ended"] for line in lives)
+        reached, has_ended = (
+            max((line["reached"] for line in lives), default=-1),
+            any(line["ended"] for line in lives[-1:]),
+        )
         at = last
         for start, stop, cause in known:
             if stop > last.stop:
                 step = max(at.last, reached) if cause == "productive" else at.last
-                if cause == "productive" and step == last.last and has_ended:
-                    cause = "startup"  # all steps were told: its workers were about to end
+                if cause == "productive" and step == last.last and has_ended:  # all steps were told
+                    cause = "startup" if stop - last.stop <= ENDING else "unknown"
                 at = _went_on(at, max(start, last.stop), stop, cause, step)
                 yield at
         # The others may notice late; it has not outlived the time when it would have spoken again.
@@ -301,6 +306,21 @@ class _Agents:
         if gone > at.stop:
             doing = max(at.seconds, key=lambda c: (c == "productive", at.seconds[c]), default="unknown")
             yield _went_on(at, at.stop, gone, doing, at.last)
+
+
+def _without(stretch: Stretch, lives: list[Mapping[str, Any]]) -> list[Stretch]:
+    """What nobody has told, but for the time between two lives: a container that comes back has the same name and pid."""
+    if set(stretch.seconds) != {"unknown"}:
+        return [stretch]
+    parts = [stretch]
+    for before, after in itertools.pairwise(lives):
+        one = parts[-1]
+        if one.start <= before["to"] < after["from"] <= one.stop:
+            parts[-1:] = [
+                replace(one, stop=before["to"], last=one.first, seconds={"unknown": before["to"] - one.start}),
+                replace(one, start=after["from"], seconds={"unknown": one.stop - after["from"]}),
+            ]
+    return parts
 
 
 def _went_on(after: Stretch, start: float, stop: float, cause: str, step: int) -> Stretch:

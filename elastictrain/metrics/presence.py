@@ -46,10 +46,10 @@ FOLDER = "agents"
 PER_SECOND = 50  # lines that all nodes together write
 BEAT = 0.1  # seconds between two lines of one node at least
 STORE_BEAT = 60.0  # the same on object stores
+RETRY = 5.0  # seconds from a line that could not be written to the next try
 PATIENCE = 10.0  # seconds, at the end
 OLD = 3600.0  # seconds without a new line after which an agent is gone, whatever it was
 _MOST = 64  # phases; of more the middle ones are told as part of their neighbours
-_TRIES = 5
 
 
 def node_id(name: str | None, pid: int) -> str:
@@ -64,9 +64,12 @@ class Presence:
         name: the node's; None: its host's.
         began: when its time begins, seconds since the epoch; None: now.
         run_dir: the run's; None: not known yet, see :meth:`look_in`.
+        num_nodes: as many share the run directory at least.
     """
 
-    def __init__(self, *, name: str | None = None, began: float | None = None, run_dir: str | None = None) -> None:
+    def __init__(
+        self, *, name: str | None = None, began: float | None = None, run_dir: str | None = None, num_nodes: int = 1
+    ) -> None:
         self._offset = time.time() - time.monotonic()  # a clock that is set must not break the sum
         host = socket.gethostname()
         node = node_id(name, os.getpid())
@@ -85,7 +88,7 @@ class Presence:
         self._stays = True
         self._thread = threading.Thread(target=self._run, name="elastictrain-presence", daemon=True)
         self.reached = -1
-        self.num_nodes = 1
+        self.num_nodes = num_nodes
 
     def __enter__(self) -> Presence:
         self._thread.start()
@@ -129,9 +132,12 @@ class Presence:
     def _run(self) -> None:
         due = 0.0
         while not self._is_over.wait(self._pace):
-            if self._place is not None and not self._place.is_local and time.monotonic() < due:
+            if time.monotonic() < due:
                 continue
-            if self._try(ended=False):
+            is_told = self._try(ended=False)
+            if self._place is not None and not is_told:
+                due = time.monotonic() + RETRY
+            elif self._place is not None and not self._place.is_local:
                 due = time.monotonic() + STORE_BEAT
         self._try(ended=True)
         if self._descriptor is not None:
@@ -179,6 +185,9 @@ class Presence:
         if not place.is_local:
             place.fs.pipe_file(place.join(FOLDER, self._file), self._line(ended=ended))
             return
+        if self._descriptor is not None and not os.fstat(self._descriptor).st_nlink:
+            os.close(self._descriptor)  # it was taken for past: this node was frozen for long, or a clock was set
+            self._descriptor = None
         if self._descriptor is None:
             os.makedirs(place.join(FOLDER), exist_ok=True)
             self._descriptor = os.open(place.join(FOLDER, self._file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -221,23 +230,26 @@ class Agents:
 
     def look(self) -> dict[str, Line]:
         """By the names of their objects. A line that is being written is read once more, and then left out."""
-        for _ in range(_TRIES - 1):
-            try:
-                return self._look()
-            except FileNotFoundError:  # put into the ledger since they were listed
-                continue
-        return self._look()
-
-    def _look(self) -> dict[str, Line]:
         names = [name for name in self._run_dir.names(FOLDER) if name.endswith(".jsonl")]
         found = {name: self._ended[name] for name in names if name in self._ended}
         for _ in range(2):
-            for name, data in read_objects(self._run_dir, FOLDER, [name for name in names if name not in found]):
+            for name, data in self._read_all([name for name in names if name not in found]):
                 lines, num_damaged = parse(data)
                 if len(lines) == 1 and not num_damaged:
                     found[name] = lines[0]
         self._ended = {name: line for name, line in found.items() if line.get("ended") is True}
         return found
+
+    def _read_all(self, names: list[str]) -> list[tuple[str, bytes]]:
+        """But for those that were put into the ledger since they were listed."""
+        try:
+            return list(read_objects(self._run_dir, FOLDER, names))
+        except FileNotFoundError:
+            found = []
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((name, self._run_dir.read(FOLDER, name)))
+            return found
 
 
 def remove(run_dir: RunDir, names: list[str]) -> None:

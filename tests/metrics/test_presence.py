@@ -137,6 +137,31 @@ def test_a_line_that_becomes_shorter_is_still_one(tmp_path: Path) -> None:
     assert len(folder.read()) == 1 and folder.num_damaged == 0
 
 
+def test_what_cannot_be_written_is_not_tried_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(presence_module, "RETRY", 1.0)
+    tries = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        tries.append(time.monotonic())
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "makedirs", fails)
+    with Presence(run_dir=str(tmp_path)):
+        wait_until(lambda: len(tries) == 2)
+    assert tries[1] - tries[0] >= 1.0
+
+
+def test_what_was_taken_for_past_is_there_again(tmp_path: Path) -> None:
+    """A machine was suspended, and another start has put its line into the ledger."""
+    (tmp_path / "run.json").write_text("{}")
+    with Presence(run_dir=str(tmp_path)):
+        wait_until(lambda: bool(told(tmp_path)))
+        os.unlink(next((tmp_path / "agents").iterdir()))
+        wait_until(lambda: bool(told(tmp_path)))
+    assert told(tmp_path)[0]["ended"]
+
+
 def test_on_an_object_store_it_is_one_object(s3_url: str) -> None:
     run_dir = RunDir(s3_url)
     run_dir.create(b"{}", "run.json")
@@ -184,6 +209,21 @@ def test_a_node_that_never_trains_is_known_by_its_agent_alone() -> None:
     assert not [mark for mark in found.marks if mark.kind not in ("start",)]
 
 
+def test_between_two_lives_of_one_name_there_is_nobody() -> None:
+    """A container that comes back has the same host name and the same pid."""
+    lines = [start(0, 0), node(0, -1), spent(0, 10, 50, [0, 4]), start(1, 4), node(1, 4), spent(1, 710, 720, [4, 5])]
+    lives = [agent(5, 52, ["productive", 10]), agent(700, 730, ["productive", 708], ["startup", 721], ended=True)]
+    assert nonzero(goodput([*lines, *lives])) == {"startup": 5 + 10, "unknown": 2 + 10, "productive": 50}
+    assert nonzero(goodput(lines))["unknown"] == 660
+
+
+def test_the_end_of_workers_is_short() -> None:
+    lines = [start(0, 0), node(0, -1), spent(0, 10, 50, [0, 4])]
+    for seconds, cause in ((9, "startup"), (400, "unknown")):
+        line = agent(10, 50 + seconds, ["productive", 10], ended=True, reached=4)
+        assert nonzero(goodput([*lines, line])) == {"productive": 40, cause: seconds}
+
+
 def test_a_node_that_was_lost_went_on_until_then() -> None:
     who = {"host": "a", "agent_pid": 7}
     lines = [start(0, 0), {**node(0, -1), **who}, spent(0, 10, 50, [0, 4]), spent(0, 10, 50, [0, 4], node="b")]
@@ -208,7 +248,7 @@ def test_what_earlier_starts_spent_has_those_that_are_gone() -> None:
     begun = [{**node(1, -1, "b"), "time": 60.0}, spent(1, 52, 52, [4, 4], node="b")]
     begun[1]["seconds"] = {}
     lines = [*earlier, *living, start(1, 4), *begun, spent(1, 60, 70, [4, 6], node="b")]
-    assert spent_before(lines, begun).total == 2 + 40 + 3
+    assert spent_before(lines, begun).total == 2 + 40 + 3 + (60 - 40), "who stands by does so until now"
 
 
 def test_many_agents_become_one_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
