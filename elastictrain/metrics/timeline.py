@@ -47,6 +47,7 @@ assert COLORS.keys() == CAUSES.keys()
 # Phases in the order in which they come, at the beginning of what a node did in a generation.
 _PHASES = ("startup", "waiting", "detect", "rendezvous", "rebuild", "restore", "compile")
 _NUMBER = {cause: index for index, cause in enumerate(CAUSES)}
+DOUBT = 1.0  # seconds: when a killed agent ended is known to a beat of its signs of life
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _rows(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows: dict[str, list[list[Stretch]]] = {}
     for agent, mine in sorted(by_agent.items(), key=lambda item: item[1][0].start):
         there = rows.setdefault(names.get(agent, agent), [])
-        row = next((row for row in there if row[-1].stop <= mine[0].start + 1e-3), None)
+        row = next((row for row in there if row[-1].stop <= mine[0].start + DOUBT), None)
         if row is None:
             there.append(mine)
         else:

@@ -125,9 +125,9 @@ def test_the_terminal_tells_the_same(report: Report) -> None:
     ("outcome", "age", "told"),
     [
         (None, 5.0, "running; last seen 5.0s ago"),
-        (None, 7200.0, "silent: killed, reading a large checkpoint, or without its run directory"),
+        (None, 7200.0, "silent: killed, getting ready for long, or without its run directory"),
         ("change", 5.0, "changing: nodes join or leave"),
-        ("change", 7200.0, "silent: killed, reading"),
+        ("change", 7200.0, "silent: killed, getting ready"),
         ("finished", 7200.0, "finished; last seen 2h00m ago"),
         ("interrupt", 60.0, "interrupted, with everything saved"),
         ("preempt", 60.0, "preempted, with everything saved"),
