@@ -263,10 +263,13 @@ def _zeros_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             return torch.zeros_like(parameter, dtype=dtype)
-        local = torch.zeros_like(parameter.to_local(), dtype=dtype)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return of_local(torch.zeros_like(parameter.to_local(), dtype=dtype), parameter)
+
+
+def of_local(local: Tensor, like: DTensor) -> DTensor:
+    """The whole of which this rank has ``local``, laid out as ``like``."""
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, tuple(like.stride())
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _entries_by_owner(

@@ -84,7 +84,7 @@ def spent_before(lines: Iterable[Mapping[str, Any]], begun: list[Line]) -> Goodp
         for line in lines
         if line["event"] == "agent" and line["node"] not in here and line["from"] < now
     ]
-    others = [line for line in lines if line["generation"] < mine or line["event"] in ("start", "node", "gone")]
-    there = [*agents, *(line for line in others if line["event"] != "agent")]
+    others = [line for line in lines if line["event"] != "agent"]
+    there = [line for line in others if line["generation"] < mine or line["event"] in ("start", "node", "gone")]
     opening = [line for line in lines if line["generation"] == mine and line["event"] == "time" and not line["seconds"]]
-    return goodput([*there, *opening, *begun])
+    return goodput([*agents, *there, *opening, *begun])

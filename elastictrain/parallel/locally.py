@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from elastictrain.compat.torch import has_step_hooks
+from elastictrain.state import of_local
 
 ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop)
 
@@ -119,9 +120,7 @@ class _Here:
             return before
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return DTensor.from_local(
-            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return of_local(value, whole)
 
 
 def _alike(value: Any, whole: Tensor, local: Tensor) -> Tensor | None:

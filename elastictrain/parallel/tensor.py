@@ -29,6 +29,7 @@ from elastictrain.errors import UsageError
 from elastictrain.parallel.mesh import Mesh
 from elastictrain.parallel.plans import Plan, not_a_multiple
 from elastictrain.parallel.shard import IDLE
+from elastictrain.state import of_local
 
 
 class TensorParallel:
@@ -175,14 +176,7 @@ def _is_cut(parameter: Tensor) -> bool:
 def empty(like: DTensor) -> DTensor:
     """Without values, on the device of its mesh, laid out as ``like``."""
     local = torch.empty_like(like.to_local(), device=like.device_mesh.device_type)
-    return _of_local(local, like)
-
-
-def _of_local(local: Tensor, like: DTensor) -> DTensor:
-    stride = tuple(like.stride())
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
-    )
+    return of_local(local, like)
 
 
 def cut(value: Tensor, like: DTensor) -> DTensor:
@@ -196,7 +190,7 @@ def cut(value: Tensor, like: DTensor) -> DTensor:
             local = local.narrow(placement.dim, start, min(part, size - start))
         else:
             assert isinstance(placement, Replicate), placement
-    return _of_local(local.to(mesh.device_type, copy=True), like)
+    return of_local(local.to(mesh.device_type, copy=True), like)
 
 
 def whole(value: Any) -> Any:

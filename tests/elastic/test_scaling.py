@@ -67,12 +67,18 @@ def test_with_fewer_nodes_than_a_new_minimum_all_stop_at_one_step_and_go_on_with
     assert members(world) == before
 
 
-def test_a_new_size_survives_the_leader_that_took_it() -> None:
+def asked_to_be_smaller() -> World:
+    """Four nodes that are to be two, and have not come to a step since."""
     world = formed(4)
     for node in world.nodes.values():
-        node.pace = 5.0  # nobody comes to a step meanwhile
+        node.pace = 5.0
     scale(world, 1, 2)
     world.until(lambda: world.size == Size(1, 2), seconds=5.0)
+    return world
+
+
+def test_a_new_size_survives_the_leader_that_took_it() -> None:
+    world = asked_to_be_smaller()
     assert len(members(world)) == 4
     world.crash(world.leader)
     world.until(lambda: is_so(world, 2), seconds=60.0)
@@ -80,11 +86,7 @@ def test_a_new_size_survives_the_leader_that_took_it() -> None:
 
 def test_a_loss_as_a_run_is_made_smaller_takes_nobody_else_out_before_a_step_is_agreed_on() -> None:
     """What the lost node had, those above the new MAX alone may hold: they step aside once it is whole elsewhere."""
-    world = formed(4)
-    for node in world.nodes.values():
-        node.pace = 5.0  # nobody comes to a step meanwhile
-    scale(world, 1, 2)
-    world.until(lambda: world.size == Size(1, 2), seconds=5.0)
+    world = asked_to_be_smaller()
     lost = others(world)[0]
     left = [name for name in members(world) if name != lost.name]
     world.crash(lost)

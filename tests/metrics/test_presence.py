@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,9 @@ from elastictrain.metrics.presence import Presence, node_id, pieces
 from elastictrain.metrics.status import status
 from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
+from tests.checkpoint.nodes import wait_until
 from tests.metrics.test_goodput import node, nonzero, spent, start
 from tests.processes import began_at
-
-
-def wait_until(is_met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_met():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def told(run_dir: Path | str) -> list[dict[str, Any]]:
