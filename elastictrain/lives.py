@@ -212,9 +212,11 @@ class Lives:
         """
         assert self._mine is not None and self._origin is not None
         abandon()
+        self._origin.clear()
+        gc.collect()  # modules and their hooks hold each other
+        gc.freeze()  # what is left outlives generations: the next one need not look at it
         self._origin.restore()
         self.needs_state = self._origin.has_weights
-        gc.collect()  # modules and their hooks hold each other
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the next generation may need other sizes
         self._mine.next_place()

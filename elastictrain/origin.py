@@ -92,15 +92,19 @@ class Origin:
                     self.has_weights = self.has_weights or not weight.is_meta
         self._kept = [(thing.__class__, _copied(thing, shared)) for thing in self._things]
 
+    def clear(self) -> None:
+        """Let go of what training has made of the objects; nobody may use them before :meth:`restore`."""
+        for thing, (kind, _) in zip(self._things, self._kept, strict=True):
+            thing.__class__ = kind  # FSDP makes a class of its own
+            thing.__dict__.clear()
+
     def restore(self) -> None:
         """The same objects are what they were."""
+        self.clear()
         shared: dict[int, Any] = {id(thing): thing for thing in self._things}
         shared |= {number: kept.make() for number, kept in self._weights.items()}
-        for thing, (kind, attributes) in zip(self._things, self._kept, strict=True):
-            thing.__class__ = kind  # FSDP makes a class of its own
-            now = {name: _copy(name, value, shared) for name, value in attributes.items()}
-            thing.__dict__.clear()
-            thing.__dict__.update(now)
+        for thing, (_, attributes) in zip(self._things, self._kept, strict=True):
+            thing.__dict__.update({name: _copy(name, value, shared) for name, value in attributes.items()})
 
 
 def why_not(loaders: Any) -> str | None:

@@ -10,6 +10,8 @@ On failure: whatever is raised leaves no process group behind; the spare is then
 from __future__ import annotations
 
 import gc
+import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -21,17 +23,29 @@ from torch.distributed.fsdp import fully_shard
 import elastictrain.metrics.tensorboard  # what rank 0 imports as it begins: whoever waits may become it
 import elastictrain.metrics.views
 import elastictrain.trainer  # noqa: F401 - all that training imports
+from elastictrain.callbacks.registry import resolve_callback
+from elastictrain.compat.lightning import LightningModule, call_hook
 from elastictrain.parallel.mesh import abandon
+from elastictrain.rundir import RunDir
 
 
 def warm_up() -> None:
     """Takes seconds, and leaves nothing but warm caches."""
+    _use_once()
     try:
         _train_a_step()
     finally:
         abandon()
     gc.collect()
     gc.freeze()  # the imports: who looks for garbage later need not look at them
+
+
+def _use_once() -> None:
+    """What is imported, or looked up, by the first one that needs it."""
+    resolve_callback("throughput-monitor")
+    call_hook(LightningModule(), "configure_callbacks")
+    RunDir(os.curdir)
+    socket.getaddrinfo("127.0.0.1", None)
 
 
 def _train_a_step() -> None:

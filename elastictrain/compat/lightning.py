@@ -6,6 +6,7 @@ shape of ``configure_optimizers``, calling hooks in Lightning's order, and findi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import time
@@ -80,6 +81,14 @@ def num_parameters(method: Callable[..., Any]) -> int:
 # ---- hooks ---------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _hook_names() -> tuple[frozenset[str], frozenset[str]]:
+    """Of all hooks that begin with on_; and of all methods of a module."""
+    names = {n for base in (LightningModule, LightningCallback) for n in dir(base) if n.startswith("on_")}
+    own = {n for n in dir(LightningModule) if not n.startswith("__") and callable(getattr(LightningModule, n, None))}
+    return frozenset(names), frozenset(own)
+
+
 class Hooks:
     """Calls the hooks that somebody has overridden: callbacks first, then the module, as Lightning does.
 
@@ -90,7 +99,7 @@ class Hooks:
         self._module, self._all = module, callbacks
         self.trainer = trainer  # what callbacks get
         self.seconds: dict[str, float] = {}
-        names = {n for base in (LightningModule, LightningCallback) for n in dir(base) if n.startswith("on_")}
+        names, own = _hook_names()
         # Monitors come last where metrics logged by the module at the end of an epoch should be seen by them.
         late = [c for c in callbacks if isinstance(c, (EarlyStopping, Checkpoint))]
         early = [c for c in callbacks if c not in late]
@@ -102,9 +111,6 @@ class Hooks:
             name: overriding(name, early if name == "on_train_epoch_end" else callbacks) for name in names
         }
         self._late = {"on_train_epoch_end": overriding("on_train_epoch_end", late)}
-        own = {
-            n for n in dir(LightningModule) if not n.startswith("__") and callable(getattr(LightningModule, n, None))
-        }
         self.own: dict[str, Callable[..., Any]] = {
             name: getattr(module, name) for name in own if is_overridden(name, module, LightningModule)
         }

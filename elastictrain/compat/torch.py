@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -162,6 +162,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(own or optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks)
 
 
+@cache  # operators are asked again and again, and live as long as torch
 def is_random(op: Operator) -> bool:
     """Does this operator draw from a generator?"""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
@@ -174,13 +175,19 @@ def is_view(tensor: Tensor) -> bool:
 
 def argument_names(op: Operator) -> list[str]:
     """Names of the operator's arguments, in the order of its schema; none for an ordinary function."""
-    schema = getattr(op, "_schema", None)
-    return [argument.name for argument in schema.arguments] if schema is not None else []
+    return [name for name, _ in _arguments(op)]
 
 
 def written_arguments(op: Operator) -> list[bool]:
     """For each argument of the operator's schema: is it written in place?"""
-    return [bool(a.alias_info is not None and a.alias_info.is_write) for a in op._schema.arguments]
+    return [is_written for _, is_written in _arguments(op)]
+
+
+@cache
+def _arguments(op: Operator) -> tuple[tuple[str, bool], ...]:
+    schema = getattr(op, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return tuple((a.name, bool(a.alias_info is not None and a.alias_info.is_write)) for a in arguments)
 
 
 def init_call(frame: FrameType | None) -> tuple[Callable[..., Any], dict[str, Any]] | None:

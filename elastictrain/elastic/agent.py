@@ -49,7 +49,7 @@ from elastictrain.elastic.line import Assignment, Place
 from elastictrain.elastic.membership import EXIT_INTERRUPTED
 from elastictrain.elastic.notices import Interrupted, Notices
 from elastictrain.elastic.private import PrivateDir
-from elastictrain.elastic.processes import place_environment, worker_environment
+from elastictrain.elastic.processes import place_environment, wait_for_an_end, worker_environment
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, LocalRendezvous, trouble_of
 from elastictrain.elastic.report import Report
 from elastictrain.elastic.restarts import Failure, RestartBudget, Unexplained
@@ -104,7 +104,7 @@ class Agent(PlacedAgent):
             rdzv_handler=rendezvous,
             entrypoint=config.command[0],
             max_restarts=NEVER_USED_UP,
-            monitor_interval=config.tick,
+            monitor_interval=1e-6,  # it waits as it looks at the workers
         )
         super().__init__(spec)
         self._config, self._handler, self._say, self._published = config, rendezvous, say, published
@@ -219,6 +219,7 @@ class Agent(PlacedAgent):
     def _monitor_workers(self, worker_group: Group) -> RunResult:
         assert self._cells is not None and self._agreement is not None
         handler, cells = self._handler, self._cells
+        wait_for_an_end(self._crew.workers, seconds=self._config.tick)
         reached = max(cells.steps())
         self._furthest = max(self._furthest, reached)
         handler.reached(reached)

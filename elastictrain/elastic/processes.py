@@ -10,7 +10,9 @@ zombie until its group is killed: no other process can get its number in between
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import time
@@ -32,6 +34,7 @@ class WorkerProcess:
         pid: also the number of its session and group.
         rank: in the generation that it was given a place in last; -1 before the first.
         ended_at: when its end was noticed, seconds since the epoch.
+        ending: a descriptor that can be read from its end on; None: there is none, or its end has been noticed.
         code: exit code, negative for a signal as in ``subprocess``; None while it runs.
     """
 
@@ -53,6 +56,9 @@ class WorkerProcess:
         finally:
             self._line.handed_on()
         self.pid = self._process.pid
+        self.ending: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # no Linux, or no descriptor is left
+            self.ending = os.pidfd_open(self.pid)
         self.ended_at: float | None = None
         self.code: int | None = None
 
@@ -82,6 +88,9 @@ class WorkerProcess:
                 self.ended_at = time.time()
                 self.code = self._process.wait()
                 self._line.close()
+                if self.ending is not None:
+                    os.close(self.ending)
+                    self.ending = None
         return self.code
 
     def terminate(self) -> None:
@@ -143,6 +152,15 @@ def place_environment(group: Any, worker: Any, generation: int) -> dict[str, str
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),
     }
+
+
+def wait_for_an_end(workers: Iterable[WorkerProcess], *, seconds: float) -> None:
+    """So long; where the system tells of the end of a process (Linux), no longer than until one of them has ended."""
+    ends = select.poll()
+    for worker in workers:
+        if worker.ending is not None:
+            ends.register(worker.ending, select.POLLIN)
+    ends.poll(1000 * seconds)
 
 
 def stop_all(workers: Iterable[WorkerProcess], *, seconds: float, tick: float = 0.01) -> None:

@@ -64,6 +64,29 @@ class _Call(NamedTuple):
     is_random: bool
 
 
+_LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Torch's ``tree_leaves``, which for what operators take spends most of the time of a recording on asking what it is."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for one in value for leaf in _leaves(one)]
+    if kind is dict:
+        return [leaf for one in value.values() for leaf in _leaves(one)]
+    return [value] if isinstance(value, _LEAVES) else tree_leaves(value)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same of ``tree_map``."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_mapped(function, one) for one in value])
+    if kind is dict:
+        return {key: _mapped(function, one) for key, one in value.items()}
+    return function(value) if isinstance(value, _LEAVES) else tree_map(function, value)
+
+
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
@@ -108,16 +131,17 @@ class Recipe:
 
     def note(self, function: Any, args: Any, kwargs: Any, output: Any, changed: list[Any], *, is_random: bool) -> None:
         """One call while recording; ``changed`` are the arguments that it writes."""
-        made = [value for value in tree_leaves((output, changed)) if _is_meta(value)]
+        made = [value for value in _leaves((output, changed)) if _is_meta(value)]
         if not made:
             return
-        if any(isinstance(value, torch.Generator) for value in tree_leaves((args, kwargs))):
+        given = _leaves((args, kwargs))
+        if any(isinstance(value, torch.Generator) for value in given):
             raise NotDeferrable("a random generator of the code's own")
-        reads = {storage_key(value) for value in tree_leaves((args, kwargs)) if _is_meta(value)}
+        reads = {storage_key(value) for value in given if _is_meta(value)}
         writes = {storage_key(value) for value in made}
         for key in writes:
             self._writers[key].append(len(self._calls))
-        args, kwargs, output = tree_map(self._like, (tuple(args), dict(kwargs), output))
+        args, kwargs, output = _mapped(self._like, (tuple(args), dict(kwargs), output))
         self._calls.append(_Call(function, args, kwargs, output, tuple(reads), tuple(writes), is_random))
 
     def _like(self, value: Any) -> Any:

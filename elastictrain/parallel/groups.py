@@ -41,22 +41,36 @@ class SeverableGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, *, is_severed: Callable[[], bool]
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        self.gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
+        self._make: Callable[[], Any] = lambda: dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
+        # A mesh has a group for each axis, and hardly anybody asks one of a single rank for anything.
+        self._gloo: Any = self._make() if world_size > 1 else None
         self.is_severed = is_severed
         self.open: set[Work] = set()  # collectives that nobody has waited for to the end
         self._messages: _Messages | None = None
         self._group_name = self._description = ""
 
+    @property
+    def gloo(self) -> Any:
+        if self._gloo is None:
+            self._gloo = self._make()
+        return self._gloo
+
     def close(self) -> None:
         """Nobody uses it any more."""
-        deadline = time.monotonic() + ENDS
-        while (left := [work for work in self.open if not work.is_completed()]) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if left:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.gloo))
-        self.open.clear()
+        if not all(work.is_completed() for work in self.open):  # the next generation does not wait for these
+            threading.Thread(target=self._outlive, args=(self.open,), name="gloo end", daemon=True).start()
+        self.open = set()
         if self._messages is not None:
             self._messages.close()
+
+    def _outlive(self, works: set[Work]) -> None:
+        """Operations end soon, or never; then this is never destroyed."""
+        deadline = time.monotonic() + ENDS
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() > deadline:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+                return
+            time.sleep(0.005)
 
     def collective(self, work: Work) -> Work:
         if len(self.open) > MANY:

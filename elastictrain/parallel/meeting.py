@@ -16,8 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from elastictrain.errors import GenerationOver
 
-SOON = 0.01  # seconds between two looks whether rank 0 is there; those who wait for it train no sooner
-MOST_LOOKS = 10_000  # of all ranks together, a second
+SOON, LATER = 0.001, 0.01  # seconds between two looks whether rank 0 is there; those who wait for it train no sooner
+SHARE = 0.1  # of what was waited already, in between
+MOST_LOOKS, RAREST = 10_000, 0.1  # of all ranks together, a second; but seconds between two at most
 
 
 def meet(rank: int, world_size: int, *, timeout: timedelta, is_over: Callable[[], bool], binds: bool) -> Store:
@@ -38,8 +39,7 @@ def meet(rank: int, world_size: int, *, timeout: timedelta, is_over: Callable[[]
         return kept
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank > 0:
-        longest = min(max(SOON, world_size / MOST_LOOKS), 0.1)
-        _wait_for_store(host, port, timeout.total_seconds(), is_over, longest=longest)
+        _wait_for_store(host, port, timeout.total_seconds(), is_over, least=min(world_size / MOST_LOOKS, RAREST))
     listener = _listen(host, port) if rank == 0 and binds else None
     # rank 0 does not wait for the others here, where nothing could let it go
     return TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=timeout, master_listen_fd=listener)
@@ -54,19 +54,18 @@ def _listen(host: str, port: int) -> int:
         raise DistNetworkError(f"rank 0 cannot listen at {host} port {port}: {error}") from error
 
 
-def _wait_for_store(host: str, port: int, seconds: float, is_over: Callable[[], bool], *, longest: float) -> None:
+def _wait_for_store(host: str, port: int, seconds: float, is_over: Callable[[], bool], *, least: float) -> None:
     """Until somebody listens where the store shall be: torch's own client cannot be interrupted while nobody does.
 
     Args:
-        longest: seconds between two looks.
+        least: seconds between two looks, at first.
     """
-    deadline, pause = time.monotonic() + seconds, 0.002
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
         if is_over():
             raise GenerationOver("the generation is over before its ranks have met")
         try:
             socket.create_connection((host, port), timeout=1.0).close()
             return
         except OSError:
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(max(least, min(max(SOON, waited * SHARE), LATER)))
