@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from elastictrain.checkpoint.footprint import Footprint, state_bytes
+from elastictrain.checkpoint.footprint import Footprint
 from elastictrain.fit import FitLoop
 from elastictrain.metrics.console import Final, Startup, final_summary, make_console, print_line, startup_summary
 from elastictrain.parallel.planner import size as size_of
@@ -50,10 +50,9 @@ class Announcer:
             callback.on_generation_start(info)
 
     def _host_memory(self) -> str:
-        """What checkpoints will take of each node's, in words; a collective."""
+        """What checkpoints will take of each node's, in words."""
         s = self._session
-        state = int(s.ranks.sum([state_bytes(s.task, s.optimizers) / s.mesh.shape.dp_replicate])[0])
-        host = Footprint(state // s.membership.num_nodes, has_buddy=s.membership.num_nodes > 1)
+        host = Footprint(self._resumption.num_bytes // s.membership.num_nodes, has_buddy=s.membership.num_nodes > 1)
         text = f"up to {size_of(host.saves)} on each node for saves"
         if s.settings.checkpoint.snapshot_every is not None:
             text += f", {size_of(host.snapshots)} for snapshots"

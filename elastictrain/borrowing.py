@@ -8,8 +8,7 @@ a :class:`~elastictrain.checkpoint.DamagedError`: there is no other checkpoint t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,14 +16,11 @@ from torch import Tensor
 from elastictrain.checkpoint import CheckpointReader
 from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError
-from elastictrain.keeping import Stages, together
+from elastictrain.keeping import Stages, Telling, together
 from elastictrain.session import Session
 from elastictrain.state import TensorSpec, some
 
 _MODEL = "model."
-
-
-Telling = Callable[[str, CheckpointReader], AbstractContextManager[None]]
 
 
 def borrow(session: Session, url: str, weights: Weights, *, telling: Telling) -> list[str]:

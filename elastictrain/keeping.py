@@ -12,6 +12,7 @@ where only one of them has read the damaged bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -226,34 +227,52 @@ def _problem(rank: int, error: Exception | None) -> tuple[bool, str] | None:
     return isinstance(error, DamagedError), text
 
 
+Telling = Callable[[str, CheckpointReader], AbstractContextManager[None]]  # while so much of it is read
+
+
 class Restored:
     """A checkpoint on its way into a session.
 
     Args:
         open: a reader of it; on every rank.
+        telling: around what may take long.
+
+    Attributes:
+        reader: once there is a model.
     """
 
-    def __init__(self, session: Session, open: Callable[[], CheckpointReader]) -> None:
-        self._session = session
-        self.reader = together(session, open)
-        self._flat: dict[str, Any] = dict(self.reader.values)
+    reader: CheckpointReader
+
+    def __init__(
+        self,
+        session: Session,
+        open: Callable[[], CheckpointReader],
+        *,
+        telling: Telling = lambda what, reader: nullcontext(),
+    ) -> None:
+        self._session, self._open, self._telling = session, open, telling
+        self._flat: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
         return int(self._flat["trainer.step"])
 
     def load_model(self) -> None:
-        """Weights, buffers, callbacks' states, and the module's ``on_load_checkpoint``."""
+        """Open it; weights, buffers, callbacks' states, and the module's ``on_load_checkpoint``. A collective."""
         s, stages = self._session, Stages(self._session)
-        saved = stages.mine(self.reader.tensors)
         model = {name: tensor for name, tensor in stages.model().items() if isinstance(tensor, Tensor)}
-        rest = self._plain("callback.", "trainer.", "metrics.", "scheduler.", "pg.") | self._callback_targets()
+        rest: FlatState = {}
 
         def fill() -> None:
-            check_entries(model, saved, of=["model."])
-            self.reader.load(model | rest)
+            self.reader = self._open()
+            prefixes = ("callback.", "trainer.", "metrics.", "scheduler.", "pg.")
+            rest.update(self._plain(*prefixes) | self._callback_targets())
+            check_entries(model, stages.mine(self.reader.tensors), of=["model."])
+            with self._telling("model", self.reader):
+                self.reader.load(model | rest)
 
         together(self._session, fill)
+        self._flat.update(self.reader.values)
         self._flat.update(model | rest)
         for prefix, callback in _callbacks(s):
             if state := self._under(prefix):
@@ -276,7 +295,8 @@ class Restored:
             for i, optimizer in enumerate(s.optimizers):
                 targets.update(optimizer_targets(i, optimizer, names, saved))
             check_entries(targets, saved, of=["optim."])
-            self.reader.load(targets)
+            with self._telling("optimizer's state", self.reader):
+                self.reader.load(targets)
 
         together(self._session, fill)
         self._flat.update(targets)
@@ -335,6 +355,17 @@ class Restored:
 
     def _load_hooks(self) -> None:
         """Hooks that see the checkpoint, in Lightning's order. What they put in place of weights is loaded."""
+        s, checkpoint = self._session, None
+        if (
+            "on_load_checkpoint" in s.hooks or "trainer.checkpoint" in self._flat
+        ):  # it takes as long as reading a small one
+            checkpoint = self._shown_to_module()
+        if s.datamodule is not None and "trainer.datamodule" in self._flat:
+            s.datamodule.load_state_dict(unpack("trainer.datamodule", self._flat))
+        if checkpoint is not None:
+            s.hooks.callbacks("on_load_checkpoint", checkpoint)
+
+    def _shown_to_module(self) -> _Checkpoint:
         s = self._session
         counted = {name: self._flat[f"trainer.{name}"] for name in ("epoch", "global_step")}
         checkpoint = _checkpoint(s, **counted)
@@ -346,6 +377,4 @@ class Restored:
         weights = checkpoint["state_dict"]
         if weights.keys() != own.keys() or any(value is not own[name] for name, value in weights.items()):
             s.task.load_state_dict(weights, strict=s.task.strict_loading)
-        if s.datamodule is not None and "trainer.datamodule" in self._flat:
-            s.datamodule.load_state_dict(unpack("trainer.datamodule", self._flat))
-        s.hooks.callbacks("on_load_checkpoint", checkpoint)
+        return checkpoint

@@ -23,7 +23,7 @@ from elastictrain.checkpoint.keeper_process import name_of
 from elastictrain.checkpoint.memory import Memory
 from elastictrain.checkpoint.ranks import Ranks, RoundFailed
 from elastictrain.checkpoint.snapshots import Identity
-from elastictrain.checkpoint.token import has_token, make_token, read_token
+from elastictrain.checkpoint.token import make_token, read_token
 from elastictrain.errors import CheckpointError, UsageError
 from elastictrain.metrics.ledger import start_steps
 from elastictrain.rundir import answering, cannot_be_used
@@ -63,14 +63,12 @@ class Recalling:
         return every is not None and missing is None
 
     def find(self, recorded: dict[str, Any] | None, *, newer_than: int | None) -> list[Snapshot]:
-        """What this start can go on from, the newest first; the same on all ranks. A collective.
+        """What this start can go on from, the newest first; the same on all ranks. There is a token. A collective.
 
         Args:
             recorded: the content of run.json.
             newer_than: the step that storage has.
         """
-        if not self._ask_main(lambda: has_token(self._run_dir)):
-            return []
         found = self._meet(recorded, newer_than=newer_than)
         return [one for one in found if newer_than is None or one.step > newer_than]
 

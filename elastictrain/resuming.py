@@ -13,17 +13,19 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from elastictrain import runfile
-from elastictrain.borrowing import Telling, borrow
+from elastictrain.borrowing import borrow
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError, resolve
 from elastictrain.checkpoint.catalog import step_of
+from elastictrain.checkpoint.footprint import state_bytes
 from elastictrain.checkpoint.found import Snapshot
 from elastictrain.checkpoint.lease import Lease
+from elastictrain.checkpoint.token import has_token
 from elastictrain.config import Weights
 from elastictrain.errors import CheckpointError, ElasticTrainError, NothingKept, UsageError
-from elastictrain.keeping import Restored
+from elastictrain.keeping import Restored, Telling
 from elastictrain.metrics.console import make_console, print_line
 from elastictrain.metrics.ledger import FOLDER as EVENTS
 from elastictrain.metrics.ledger import Ledger, num_cut_short
@@ -37,6 +39,19 @@ from elastictrain.restoring import Restoring, silently
 from elastictrain.rundir import cannot_be_used, first_line, is_storage_error
 from elastictrain.session import Session
 
+T = TypeVar("T")
+
+_Problem = tuple[str, type[ElasticTrainError], bool]  # what all ranks raise; and whether rank 0 raises its own instead
+_Answer = tuple[Any, _Problem | None]
+
+
+def _given(answer: _Answer, cause: Exception | None) -> Any:
+    value, problem = answer
+    if problem is not None:
+        text, kind, is_own = problem
+        raise cause if cause is not None and is_own else kind(text)
+    return value
+
 
 class Resumption:
     """One start of a run.
@@ -47,6 +62,7 @@ class Resumption:
         source: what is restored, in words: the URL of a checkpoint, or a snapshot; None where training begins.
         stored: URL of the checkpoint on storage that is there for it; None where there is none.
         step: finished steps in it, once it is restored.
+        num_bytes: of the state that is kept, of all ranks together; known once it has begun to write.
         notes: for the start-up summary.
     """
 
@@ -61,6 +77,7 @@ class Resumption:
         self._unwritten: list[str] = []  # what had been logged in it, and was lost with its process
         self._snapshots: list[Snapshot] = []  # newer than what is stored; the first one is the source
         self.step: int | None = None
+        self.num_bytes = 0
         self.notes: list[str] = []
 
     def look(self) -> None:
@@ -95,10 +112,19 @@ class Resumption:
         if s.ranks.is_main:
             say = partial(print_line, console=make_console())
             s.lease = Lease(run_dir, job=s.membership.job_id, say=lambda line: say(f"elastictrain: {line}"))
-        self.recorded = self.ask_main(self._read_run_file)
+        manager = self.manager
+        self.recorded, newest, has_snapshots, flops = self.ask_main(  # at once: each question waits for all ranks
+            lambda: (
+                self._read_run_file(),
+                manager.newest(),
+                takes_snapshots and has_token(run_dir),
+                s.counted_flops,
+            )
+        )
+        if flops is not None:  # a process that is new need not count them once more
+            s.counted_flops = flops
         if s.ranks.is_main and self.recorded is not None:
             self._telling = Restoring(Signs(run_dir, generation=self._next_generation)).of
-        newest = self.manager.newest()
         if newest is not None:
             if resume == "never" and s.membership.generation == 0:
                 raise UsageError(
@@ -111,6 +137,7 @@ class Resumption:
             self.manager.protect(self.stored)
         if takes_snapshots:
             self._recalling = Recalling(s, self.notes, ask_main=self.ask_main)
+        if self._recalling is not None and has_snapshots:
             step = None if newest is None else step_of(newest)
             self._snapshots = self._recalling.find(self.recorded, newer_than=step)
         self._choose()
@@ -140,9 +167,8 @@ class Resumption:
         """The newest checkpoint that is good, its model loaded; None where a run begins."""
         while self.source is not None:
             try:
-                restored = Restored(self._session, self._open)
-                with self._telling("model", restored.reader):
-                    restored.load_model()
+                restored = Restored(self._session, self._open, telling=self._telling)
+                restored.load_model()
                 return restored
             except DamagedError as error:
                 self._fall_back(error)
@@ -155,8 +181,7 @@ class Resumption:
         """Everything but the model: optimizers, counters, callbacks, the position in the data."""
         while restored is not None:
             try:
-                with self._telling("optimizer's state", restored.reader):
-                    restored.load_rest()
+                restored.load_rest()
                 self.step = self._session.counters.step
                 self._unwritten = restored.reader.about.get("unwritten", [])
                 return
@@ -179,7 +204,7 @@ class Resumption:
         if self.manager is None or not self.manager.holds(self.stored):
             raise error
         self.manager.reject(self.stored)
-        older = self.manager.newest()
+        older = self.ask_main(self.manager.newest)
         if older is None:
             raise CheckpointError(f"{error}; there is no other checkpoint in {self.manager.run_dir}") from error
         self.notes.append(f"{error}; going on from the older {older}")
@@ -194,20 +219,25 @@ class Resumption:
             CheckpointError: on every rank: the storage did not answer rank 0. Another start may be luckier.
             ElasticTrainError: on the other ranks, in the words of whatever else rank 0 raises.
         """
-        ranks = self._session.ranks
-        value, problem, cause = None, None, None
-        if ranks.is_main:
-            try:
-                value = question()
-            except Exception as error:
-                problem, cause = self._problem(error), error
-        value, problem = ranks.from_main((value, problem))
-        if problem is not None:
-            text, kind, is_own = problem
-            raise cause if cause is not None and is_own else kind(text)
-        return value
+        answer, cause = self._answer(question)
+        return _given(self._session.ranks.from_main(answer), cause)
 
-    def _problem(self, error: Exception) -> tuple[str, type[ElasticTrainError], bool]:
+    def ask_main_and_tell(self, question: Callable[[], Any], mine: T) -> tuple[Any, list[T]]:
+        """The same, and what every rank has to say. One collective."""
+        answer, cause = self._answer(question)
+        parts = self._session.ranks.gather((answer, mine))
+        return _given(parts[0][0], cause), [told for _, told in parts]
+
+    def _answer(self, question: Callable[[], Any]) -> tuple[_Answer, Exception | None]:
+        """And what went wrong, on rank 0."""
+        if not self._session.ranks.is_main:
+            return (None, None), None
+        try:
+            return (question(), None), None
+        except Exception as error:
+            return (None, self._problem(error)), error
+
+    def _problem(self, error: Exception) -> _Problem:
         """What all ranks raise instead of an error of rank 0's; and whether rank 0 raises its own."""
         for kind in (DamagedError, CheckpointError, UsageError):
             if isinstance(error, kind):
@@ -248,10 +278,12 @@ class Resumption:
             CheckpointError: it cannot be written.
         """
         if self._session.run_dir is not None:
-            run, start, flops = self.ask_main(lambda: (*self._write(), self._session.counted_flops))
-            if flops is not None:  # a process that is new need not count them once more
-                self._session.counted_flops = flops
-            self._open_ledger(start)
+            s, mine = self._session, self._session.membership
+            part = state_bytes(s.task, s.optimizers) / s.mesh.shape.dp_replicate
+            about = (mine.node_rank, s.ranks.rank, os.getpid(), part)
+            (run, start), told = self.ask_main_and_tell(self._write, about)
+            self.num_bytes = int(sum(part for *_, part in told))
+            self._open_ledger(start, [(node, rank, pid) for node, rank, pid, _ in told])
             if self._recalling is not None:
                 assert self.manager is not None
                 base = self._snapshots[0] if self._snapshots else None
@@ -287,11 +319,14 @@ class Resumption:
         s.recorder.take_over(self._unwritten)
         return run, generation
 
-    def _open_ledger(self, generation: int) -> None:
-        """Every node begins its account; a collective."""
+    def _open_ledger(self, generation: int, workers: list[tuple[int, int, int]]) -> None:
+        """Every node begins its account.
+
+        Args:
+            workers: of all nodes: node, rank, pid.
+        """
         s, mine = self._session, self._session.membership
         assert s.run_dir is not None
-        workers = s.ranks.gather((mine.node_rank, s.ranks.rank, os.getpid()))
         if not (s.accounts or s.ranks.is_main):
             return
         host, number = socket.gethostname(), mine.node_rank

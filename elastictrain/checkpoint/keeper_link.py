@@ -46,6 +46,11 @@ class KeeperLink:
     def is_open(self) -> bool:
         return self._channel is not None
 
+    @property
+    def channel(self) -> Channel | None:
+        """For questions, while the keeper says nothing unasked: before there is a snapshot. :meth:`close` closes it."""
+        return self._channel
+
     def open(self, *, seconds: float = CONNECT_SECONDS) -> bool:
         """Try, if it is not open; is it now?"""
         if self._channel is None and time.monotonic() >= self._next:

@@ -27,7 +27,7 @@ from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.checkpoint.staging import Content, Staging, Taker
 from elastictrain.config import CheckpointConfig
 from elastictrain.errors import CheckpointError, UsageError
-from elastictrain.rundir import RunDir
+from elastictrain.rundir import RunDir, first_line
 from elastictrain.state import FlatState
 
 log = logging.getLogger(__name__)
@@ -302,15 +302,15 @@ class CheckpointManager:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def newest(self) -> str | None:
-        """URL of the newest checkpoint that is committed and whole, the same on every rank; None if there is none.
+        """URL of the newest checkpoint that is committed and whole, for all that this rank sees; None if there is none.
 
         Raises:
-            CheckpointError: on every rank: rank 0 could not look.
+            CheckpointError: storage does not say.
         """
         try:
-            return self._ranks.first(lambda: catalog.newest(self.run_dir, but=self._rejected))
-        except RoundFailed as failed:
-            raise CheckpointError(f"checkpoints of {self.run_dir} cannot be listed: {failed}") from failed.__cause__
+            return catalog.newest(self.run_dir, but=self._rejected)
+        except Exception as error:
+            raise CheckpointError(f"checkpoints of {self.run_dir} cannot be listed: {first_line(error)}") from error
 
     def protect(self, url: str) -> None:
         """Never delete this one while this manager lives: it is the one that the run was resumed from."""

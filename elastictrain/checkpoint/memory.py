@@ -175,13 +175,13 @@ class Memory:
             lambda: snapshot.about.snapshot in self._damaged, lambda parts: [any(parts)] * len(parts)
         )
         if is_damaged and self._first and self.link is not None:
+            self.link.open()
             self.link.try_to_send({"kind": "reject", "id": snapshot.about.snapshot})
 
     def hang_up(self) -> None:
         """Reading is over; the link to this node's keeper stays."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        for keeper in list(self._channels):
+            self._close(keeper)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -202,8 +202,9 @@ class Memory:
         """
         if holder.keeper not in self._channels:
             for keeper in [one for one in self._channels if one != self._meeting.here]:
-                self._channels.pop(keeper).close()
-            self._channels[holder.keeper] = self._connect(holder)
+                self._close(keeper)
+            linked = self.link.channel if self.link is not None and self.is_here(holder) else None
+            self._channels[holder.keeper] = linked or self._connect(holder)
         channel = self._channels[holder.keeper]
         try:
             channel.send(head, seconds=PART_SECONDS)
@@ -235,7 +236,13 @@ class Memory:
 
     def drop(self, holder: Holder) -> None:
         """The connection is of no use any more."""
-        if (channel := self._channels.pop(holder.keeper, None)) is not None:
+        if self.link is not None and self.link.channel is self._channels.get(holder.keeper):
+            self.link.close()
+        self._close(holder.keeper)
+
+    def _close(self, keeper: int) -> None:
+        channel = self._channels.pop(keeper, None)
+        if channel is not None and (self.link is None or channel is not self.link.channel):
             channel.close()
 
 
@@ -350,7 +357,7 @@ class _MemoryRanges(Ranges):
                 self.check(file, start + place, step)
             self.progress.add(len(view))
 
-        in_threads(read, parts)
+        in_threads(read, parts, num_bytes=sum(len(view) for _, view in parts))
 
     def _read_there(self, file: str, rank: int, holder: Holder, parts: Sequence[tuple[int, memoryview]]) -> None:
         head = {"kind": "read", "what": "image", "id": self._snapshot.about.snapshot, "rank": rank}

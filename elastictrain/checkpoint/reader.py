@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,11 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from elastictrain.checkpoint.contents import Contents
 from elastictrain.checkpoint.image import DTYPES
 from elastictrain.checkpoint.manifest import DamagedError, Manifest, shard_name, tensors_of, values_of
+from elastictrain.checkpoint.pieces import Piece
 from elastictrain.checkpoint.ranges import Ranges, Want
 from elastictrain.checkpoint.threads import in_threads
 from elastictrain.errors import CheckpointError
@@ -100,9 +101,20 @@ class CheckpointReader(StorageReader):
         """
         for name, target in targets.items():
             self._check(name, target)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(targets), self.read_metadata())
-        self.read_data(planner.create_local_plan(), planner)
+        saved: dict[str, list[tuple[str, Piece]]] = {}
+        for file, piece in self._pieces.values():
+            saved.setdefault(piece.name, []).append((file, piece))
+        wants: list[Want] = []
+        places: list[Tensor] = []
+        known: _Offsets = {}
+        for name, target in targets.items():
+            local, offsets = _here(target, known)
+            for file, piece in saved.get(name, ()):
+                if (common := _common(local.shape, offsets, piece)) is not None:
+                    starts, lengths = common
+                    wants.append(Want.of(file, piece, _less(starts, piece.offsets), lengths))
+                    places.append(_part(local, _less(starts, offsets), lengths))
+        self._fill(places, wants)
 
     @property
     def name(self) -> str:
@@ -158,20 +170,25 @@ class CheckpointReader(StorageReader):
         for want, place in zip(wants, places, strict=True):
             if place.dtype != DTYPES[want.piece.dtype]:
                 raise CheckpointError(f"{want.piece.name} is {want.piece.dtype} in {self.url} and {place.dtype} here")
+        self._fill(places, wants)
+        for item, place in zip(plan.items, places, strict=True):
+            planner.commit_tensor(item, place)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fill(self, places: Sequence[Tensor], wants: Sequence[Want]) -> None:
         try:
             with answering(self._unreadable):
                 boxes = self.ranges.boxes(wants)
         except DamagedError as error:
             raise DamagedError(f"{self.name} is damaged: {error}") from error.__cause__
         pairs = list(zip(places, boxes, strict=True))
-        in_threads(_copy, [part for pair in pairs if pair[0].is_cpu for part in _rows(*pair)])
-        for item, (place, box) in zip(plan.items, pairs, strict=True):
-            if not place.is_cpu:
-                _copy((place, box))
-            planner.commit_tensor(item, place)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        here = [part for pair in pairs if pair[0].is_cpu for part in _rows(*pair)]
+        in_threads(_copy, here, num_bytes=sum(box.nbytes for _, box in here))
+        for pair in pairs:
+            if not pair[0].is_cpu:
+                _copy(pair)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -180,6 +197,43 @@ class CheckpointReader(StorageReader):
     def _want(self, item: ReadItem) -> Want:
         file, piece = self._pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
         return Want.of(file, piece, tuple(item.storage_offsets), tuple(item.lengths))
+
+
+_Offsets = dict[tuple[Any, ...], tuple[int, ...]]  # by layout: many tensors have the same
+
+
+def _here(target: Tensor, known: _Offsets) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank has of a target, and where that begins in the whole."""
+    if not isinstance(target, DTensor):
+        return target.detach(), (0,) * target.dim()
+    layout = (target.shape, id(target.device_mesh), target.placements)
+    if layout not in known:
+        (box,) = target.__create_chunk_list__()
+        known[layout] = tuple(box.offsets)
+    with torch.no_grad():  # what autograd would add
+        return target.to_local().detach(), known[layout]
+
+
+def _common(shape: Sequence[int], offsets: Sequence[int], piece: Piece) -> tuple[list[int], tuple[int, ...]] | None:
+    """Where what a target and a piece have in common begins in the whole tensor, and its size; None: it is nothing."""
+    starts = list(map(max, offsets, piece.offsets))
+    ends = [
+        min(offset + size, first + length)
+        for offset, size, first, length in zip(offsets, shape, piece.offsets, piece.lengths, strict=True)
+    ]
+    lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(length <= 0 for length in lengths) else (starts, lengths)
+
+
+def _less(starts: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
+    return tuple(start - offset for start, offset in zip(starts, offsets, strict=True))
+
+
+def _part(local: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length != local.shape[dim]:
+            local = local.narrow(dim, offset, length)
+    return local
 
 
 def _copy(pair: tuple[Tensor, Tensor]) -> None:

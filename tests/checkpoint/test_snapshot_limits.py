@@ -125,6 +125,8 @@ def test_what_cannot_be_had_now_is_not_thrown_away(node: Node, tmp_path: Path, m
     memory, found = meet(node.address)
     reader, targets = memory.open(found[0]), blank(expected())
     memory.hang_up()
+    assert memory.link is not None
+    memory.link.close()  # else there is no need to connect
     with monkeypatch.context() as patch:
         patch.setattr(memories, "connect_local", Mock(side_effect=ConnectionRefusedError("not now")))
         for read in (lambda: reader.load(targets), lambda: memory.open(found[0])):

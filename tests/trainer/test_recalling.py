@@ -1,4 +1,4 @@
-"""Which snapshots a start may go on from."""
+"""What a start may go on from, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from elastictrain.checkpoint.held import About
 from elastictrain.checkpoint.ranks import Ranks
 from elastictrain.errors import CheckpointError
+from elastictrain.parallel import mesh
 from elastictrain.recalling import Recalling, is_past
+from elastictrain.resuming import Resumption
 from elastictrain.rundir import RunDir
+from tests.checkpoint.states import manager
+from tests.helpers import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -56,3 +62,17 @@ def test_storage_that_does_not_answer_throws_no_snapshot_away(tmp_path: Path, mo
     monkeypatch.setattr(session.run_dir, "names", names)
     with pytest.raises(CheckpointError, match=r"run directory .* cannot be used \(TimeoutError: slow down\)"):
         recalling._meet({"id": "run"})
+
+
+def test_all_ranks_take_the_newest_checkpoint_that_rank_0_sees(tmp_path: Path) -> None:
+    """And what each of them has to say comes with it."""
+    path = manager(str(tmp_path / "node0")).save(1, {"w": torch.arange(100.0)}).path
+
+    def look(rank: int, world_size: int) -> tuple[str | None, str | None, list[int]]:
+        dist.init_process_group("gloo")
+        ranks = mesh.Ranks(rank, world_size, rank, torch.device("cpu"), None, owns_group=False)
+        resumption = Resumption(SimpleNamespace(ranks=ranks))  # type: ignore[arg-type]
+        newest = manager(str(tmp_path / f"node{rank}"), rank=rank, world_size=world_size).newest
+        return resumption.ask_main(newest), *resumption.ask_main_and_tell(newest, rank)
+
+    assert run_ranks(look, 2) == [(path, path, [0, 1])] * 2
