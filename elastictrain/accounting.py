@@ -68,6 +68,7 @@ class Account:
             "planned": was.is_planned,
             "from_step": max(was.reached, 0),
             "resumed_step": self._first_step,
+            "source": s.source,
             "lost_steps": max(0, was.reached - self._first_step),
             "seconds": {**phases, "first_step": seconds, "total": now - was.ended},
             "ranks": s.ranks.world_size,

@@ -45,6 +45,7 @@ from elastictrain.piping import check_piped
 from elastictrain.planning import describe
 from elastictrain.reporting import start_loggers
 from elastictrain.resuming import Resumption
+from elastictrain.rundir import without_user
 from elastictrain.session import Session
 from elastictrain.task import Task
 
@@ -109,6 +110,7 @@ class Builder:
             s.times.settle()
             self.resumption.restore_rest(restored)
             s.times.spend("restore")
+            s.source = without_user(self.resumption.source or "")
         mesh = s.mesh
         s.chosen.feed.start(dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
         self.runner.bind()

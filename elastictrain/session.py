@@ -130,6 +130,7 @@ class Session:
     begun: list[dict[str, Any]] = field(default_factory=list)  # what this node's account began with, in the ledger
     is_first_start: bool = True  # of the run, as far as its ledger knows; rank 0 knows
     recovery: Recovery | None = None  # what this start recovers from
+    source: str = ""  # of the state that it has begun with, in words; empty: of none
     needs_state: bool = False  # it cannot begin with the weights that the module was made with
     num_cut_short: int = 0  # earlier starts of this run that did not end in good order; rank 0 knows
 
@@ -188,7 +189,8 @@ class Session:
         if self.ledger is not None and self.accounts:
             c = self.counters
             self.times.settle()
-            self.ledger.account(self.times, step=c.step, samples=c.samples, tokens=c.tokens, now=True)
+            step = max(c.step, self.num_stepped)  # of one that is not whole yet the optimizer's part is done
+            self.ledger.account(self.times, step=step, samples=c.samples, tokens=c.tokens, now=True)
 
     @property
     def has_data(self) -> bool:

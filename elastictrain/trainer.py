@@ -25,7 +25,7 @@ from elastictrain.compat.strategy_view import UnsupportedAttribute
 from elastictrain.compat.supported import refuse_options
 from elastictrain.config import CheckpointConfig, MeshConfig, Weights
 from elastictrain.elastic.membership import Membership, StopReason, current
-from elastictrain.errors import EXIT_CHANGED, UsageError
+from elastictrain.errors import EXIT_CHANGED, UsageError, is_lost_peer
 from elastictrain.evaluate import Evaluator
 from elastictrain.fit import FitLoop
 from elastictrain.lives import Lives, forget_frames
@@ -207,7 +207,7 @@ class Trainer:
             return True
         except BaseException as error:
             if session is not None:
-                session.times.broke_off()
+                session.times.broke_off(is_lost_peer=is_lost_peer(error))
             if loop is not None and isinstance(error, Exception):
                 loop.rescue(error)
             if lives.goes_on(error):

@@ -89,7 +89,7 @@ class Matrix(Cluster):
         return cls(folder, num_nodes, options=options, mesh=MESHES[mesh][0], chance=random.Random(seed))
 
     def join(self, *, workers: int | None = None) -> Agent:
-        count = 1 + self.num_started % 2 if self.is_mixed else self.workers
+        count = workers or (1 + self.num_started % 2 if self.is_mixed else self.workers)
         agent = super().join(workers=count)
         self.sizes[agent.pid] = count
         return agent
@@ -288,6 +288,23 @@ class Matrix(Cluster):
             kill(keeper, signal.SIGCONT)
         self.agents.remove(leaving)
 
+    def keeper_killed_as_others_restore(self) -> None:
+        """A node is lost; what another one's keeper holds is read from where its copy is, once it goes in the middle."""
+        victim = self.others[0]
+        nodes = self._in_order()
+        if len(nodes) > 3 and victim in nodes:  # its buddy's keeper alone holds its part: the one after that may go
+            other = nodes[(nodes.index(victim) + 2) % len(nodes)]
+            self._set_a_trap("restore", str(self.keeper_of(other)))
+            self.lose(victim)
+            self._wait_for_the_trap("restore")
+        else:
+            self.lose(victim)
+
+    def _in_order(self) -> list[Agent]:
+        """The nodes that train, by their ranks: each one's keeper has the copies of the one before."""
+        by_worker = {pid: one for one in self.agents for pid in self.workers_of(one)}
+        return list(dict.fromkeys(by_worker[pid] for _, (pid, _) in sorted(self.newest_states().items())))
+
     def scaled_down_as_node_dies(self) -> None:
         """Of those that are left one more stands by, with its part of the state, and is then told to go."""
         victim, count = self.others[0], len(self.agents)
@@ -317,17 +334,25 @@ class Matrix(Cluster):
 
     def _kill_in(self, phase: str, how: str) -> None:
         """A worker is killed, and in that phase of the recovery another one, or a whole node."""
-        for file in self.folder.glob("sprung-*"):
-            file.unlink()
-        (self.folder / f"trap-{phase}").write_text(how)
+        self._set_a_trap(phase, how)
         victim = self._worker()
         kill(victim, signal.SIGKILL)
+        self.spare(victim, self._wait_for_the_trap(phase))
+
+    def _set_a_trap(self, phase: str, what: str) -> None:
+        for file in self.folder.glob("sprung-*"):
+            file.unlink()
+        (new := self.folder / "new").write_text(what)
+        new.rename(self.folder / f"trap-{phase}")
+
+    def _wait_for_the_trap(self, phase: str) -> int:
+        """Whoever came by."""
         deadline = time.monotonic() + LIMIT
         while not (sprung := list(self.folder.glob("sprung-*"))):
             self.look()
             assert time.monotonic() < deadline, f"nobody came by {phase}\n{self.said}"
             time.sleep(0.02)
-        self.spare(victim, int(sprung[0].name.split("-")[1]))
+        return int(sprung[0].name.split("-")[1])
 
     def _leader(self) -> Agent:
         deadline = time.monotonic() + LIMIT
@@ -437,7 +462,8 @@ class Calm:
         if num_steps > len(self._found):
             self._folder.mkdir(exist_ok=True)
             like = Matrix(self._folder, 1)
-            run = forked(self._folder / "out", like.command(self._folder, num_steps, "--nproc-per-node", "1"))
+            options = ["--nproc-per-node", "1", "--val-every", str(num_steps + 1)]
+            run = forked(self._folder / "out", like.command(self._folder, num_steps, *options))
             assert run.wait(LIFE) == 0, run.text
             self._found = like.newest_losses()
         return self._found
@@ -460,6 +486,7 @@ SCENARIOS = {
     "lost one after another": Matrix.lost_one_after_another,
     "storage down as node dies": Matrix.storage_down_as_node_dies,
     "keeper stopped as node leaves": Matrix.keeper_stopped_as_node_leaves,
+    "keeper killed as others restore": Matrix.keeper_killed_as_others_restore,
     "scaled down as node dies": Matrix.scaled_down_as_node_dies,
     **{f"worker killed in {phase}": lambda one, phase=phase: one._kill_in(phase, "worker") for phase in PHASES},
     "node killed in restore": lambda one: one._kill_in("restore", "node"),

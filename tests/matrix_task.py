@@ -45,7 +45,7 @@ class Whole(Lives):
             group.update(lr=self.lr, eps=1e-4)
         return optimizer
 
-    # ---- traps: whoever comes by there first dies, and with it its node if that is what the trap says ----------------
+    # ---- traps: whoever comes by there first dies, and with it its node, or kills another process, as the trap says ----
 
     def setup(self, stage: str) -> None:
         self._spring("setup")
@@ -61,8 +61,13 @@ class Whole(Lives):
     def _spring(self, where: str) -> None:
         trap, sprung = self.folder / f"trap-{where}", self.folder / f"sprung-{os.getpid()}"
         try:
+            if (what := trap.read_text()).isdigit():  # another process than this one, before anybody has come by
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(what), signal.SIGKILL)
             trap.rename(sprung)
         except FileNotFoundError:
+            return
+        if what.isdigit():
             return
         agent = os.getppid()
         for pid in [*children_of(agent), agent] if sprung.read_text() == "node" else []:

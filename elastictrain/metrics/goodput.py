@@ -107,10 +107,16 @@ class TimeBook:
         """Since the last entry goes on what is going on, but for so many seconds that had other causes."""
         self.split(parts, rest=self.doing)
 
-    def broke_off(self) -> None:
-        """An error ended what was going on: what steps took since the last entry, and what follows, nobody knows."""
+    def broke_off(self, *, is_lost_peer: bool = False) -> None:
+        """An error ended what was going on: what steps took since the last entry, and what follows, nobody knows.
+
+        Args:
+            is_lost_peer: by others, which are gone: what follows is until this node's agent has seen it, too.
+        """
         self.doing = "unknown" if self.doing in ("productive", "compile") else self.doing
         self.settle()
+        if is_lost_peer:
+            self.doing = "detect"
 
     def move(self, seconds: float, *, source: str, to: str) -> None:
         """It turned out that so many seconds of one cause had another."""

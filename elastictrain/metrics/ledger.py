@@ -14,11 +14,12 @@ never changed. Every line is JSON with ``event`` and ``generation``:
 | ``alive`` | each node | ``time``, ``step``, ``samples``, ``tokens``, ``doing``, ``since`` |
 | ``reading`` | rank 0, before the start | ``time``, ``source``, ``step``, ``num_bytes``, ``what``, ``wanted``, ``done`` |
 | ``checkpoint`` | rank 0 | ``time``, ``step``, ``path``, ``seconds``, ``num_bytes`` |
-| ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``lost_steps``, ``seconds``, … |
+| ``recovery`` | rank 0, a step on | ``time``, ``cause``, ``from_step``, ``resumed_step``, ``source``, ``seconds``, … |
 | ``gone`` | rank 0, when it starts | ``time``, ``host``, ``agent_pid``: a node was lost then, or a little before |
 | ``agent`` | each agent | see :mod:`elastictrain.metrics.presence`, which has them in a folder of their own |
 
-A recovery with ``planned`` true is none: nodes joined or left in good order. It also says who trains now: ``ranks``,
+A recovery with ``planned`` true is none: nodes joined or left in good order. ``source`` is what the state was read from: the
+URL of a checkpoint, ``the snapshot of step 40 in memory``, or nothing. It also says who trains now: ``ranks``,
 ``mesh``, ``nodes`` and ``nodes_before``, of which one may be null. Lines of segments have ``node``, which tells one node's
 agent from all others; times are in seconds since the epoch. ``reached`` is how many steps its workers had finished when
 they ended before this start, as the agent saw it; -1 if that is not known.

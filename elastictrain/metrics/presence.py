@@ -17,7 +17,8 @@ and means nothing.
 Nothing is written before there is a run, and what was written is removed if the command turns out to be refused. Once there
 are many of these objects, a later start puts their lines into one of the ledger's (``ledger.fold_agents``).
 
-On failure: storage that does not answer is asked again; at the end nobody waits for it longer than :data:`PATIENCE`.
+On failure: storage that does not answer is asked again, and that it does not is said once; at the end nobody waits for it
+longer than :data:`PATIENCE`. What the node's workers account for does not depend on it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Presence:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._stays = True
+        self._fails = False
         self._thread = threading.Thread(target=self._run, name="elastictrain-presence", daemon=True)
         self.reached = -1
         self.num_nodes = num_nodes
@@ -158,8 +160,15 @@ class Presence:
             else:
                 self._write(self._place, ended=ended)
         except Exception as error:  # another time
-            log.debug("this node's presence is not told to %s (%s)", self._place, first_line(error))
+            say = log.debug if self._fails or self._place is None else log.warning
+            say(
+                "what this node does beside training cannot be written to %s (%s): of its time what its workers do not tell"
+                " is missing; tried again",
+                *(self._place, first_line(error)),
+            )
+            self._fails |= self._place is not None
             return False
+        self._fails = False
         return True
 
     def _find(self) -> RunDir | None:

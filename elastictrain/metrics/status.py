@@ -84,7 +84,8 @@ def status(
     found["goodput"] = {"percent": account.percent, "lost_seconds": account.lost, "total_seconds": account.total}
     fields = ("time", "cause", "generation", "from_step", "resumed_step", "lost_steps", "seconds")
     found["recoveries"] = [
-        {name: line[name] for name in fields} | {"planned": is_planned(line)} for line in _of(lines, "recovery")
+        {name: line[name] for name in fields} | {"planned": is_planned(line), "source": line.get("source", "")}
+        for line in _of(lines, "recovery")
     ]
     return found
 

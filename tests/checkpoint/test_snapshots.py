@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from elastictrain.checkpoint import CheckpointManager, CheckpointReader, DamagedError
+from elastictrain.checkpoint import copies as copies_module
 from elastictrain.checkpoint import manager as manager_module
+from elastictrain.checkpoint import memory as memory_module
 from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.found import Holder
 from elastictrain.checkpoint.held import MAX_EARLIER, MAX_OWN
+from elastictrain.checkpoint.memory import Memory
 from elastictrain.checkpoint.snapshots import MANY
 from tests.checkpoint.nodes import Node, meet, memory_of, snapshot, taking, wait_until
 from tests.checkpoint.states import assert_equal, blank, expected, manager, spread
@@ -272,6 +278,54 @@ def test_a_keeper_that_goes_in_the_middle_is_damage(node: Node, tmp_path: Path) 
         reader.load(targets)
     with pytest.raises(DamagedError, match="cannot be read: rank 0's image"):
         memory.open(found[0])
+
+
+def _read_as_keepers_stop(rank: int, world_size: int, addresses: list[Any], pids: dict[str, int], step: int) -> None:
+    """The last rank, whose own keeper holds nothing, reads; whom it asks for an image is stopped as it asks."""
+    dist.init_process_group("gloo")
+    for module in (copies_module, memory_module):
+        module.PART_SECONDS = module.CONNECT_SECONDS = 2.0  # type: ignore[attr-defined]
+    stopped, request = list[int](), Memory.request
+
+    def asked(self: Memory, holder: Holder, head: Any) -> Any:
+        pid = pids[self._meeting.keepers[holder.keeper]["socket"]]
+        if head["kind"] == "read" and head["what"] == "image" and len(stopped) < most and pid not in stopped:
+            stopped.append(pid)
+            os.kill(pid, signal.SIGSTOP)
+        return request(self, holder, head)
+
+    memory, found = meet(addresses[rank], rank=rank, world_size=world_size)
+    if rank == world_size - 1:
+        Memory.request = asked  # type: ignore[method-assign]
+        reader = memory.open(next(snapshot for snapshot in found if snapshot.step == step))
+        most = 1
+        reader.load(targets := blank(expected()))
+        assert_equal(targets, expected(seed=step))
+        most = 2
+        began = time.monotonic()
+        with pytest.raises(DamagedError, match="image: the other side takes too long"):  # then storage is next
+            reader.load(blank(expected()))
+        assert len(stopped) == 2 and time.monotonic() - began < 100.0, "with the limits for a part, not without end"
+    dist.barrier()
+
+
+def test_a_keeper_that_is_stopped_in_the_middle_is_passed_over(two_nodes: list[Node], tmp_path: Path) -> None:
+    third = Node()
+    nodes = [*two_nodes, third]
+    _take_all(str(tmp_path), [one.address for one in two_nodes])
+    one, other = two_nodes
+
+    def copied() -> set[int]:
+        return {*one.steps(rank=1, is_copy=True)} & {*other.steps(rank=0, is_copy=True)}
+
+    wait_until(copied)
+    try:
+        pids = {one.address["socket"]: one.pid for one in nodes}
+        run_ranks(_read_as_keepers_stop, 3, [one.address for one in nodes], pids, max(copied()), timeout=120)
+    finally:
+        for each in two_nodes:
+            os.kill(each.pid, signal.SIGCONT)
+        third.end()
 
 
 # ---- keepers that fail ----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def test_a_killed_worker_and_what_it_cost(tmp_path: Path, capsys: pytest.Capture
     assert recovery["generation"] == found["generation"] == 1
     assert 16 <= recovery["from_step"] <= 17 and recovery["resumed_step"] in (0, 10)
     assert recovery["lost_steps"] == recovery["from_step"] - recovery["resumed_step"]
+    assert ("/checkpoints/step-00000010/" in recovery["source"]) == (recovery["resumed_step"] == 10), recovery["source"]
     phases = recovery["seconds"]
     assert min(phases.values()) >= 0 and min(phases["detect"], phases["rebuild"], phases["first_step"]) > 0
     assert sum(phases.values()) - phases["total"] <= phases["total"] + 1e-3

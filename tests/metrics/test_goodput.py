@@ -27,7 +27,7 @@ from elastictrain.metrics.ledger import Ledger, read_ledger
 from elastictrain.metrics.status import SILENT, doing_in_words, status
 from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
-from elastictrain.session import Counters, Recovery
+from elastictrain.session import Counters, Recovery, Session
 from tests.helpers import logged, run_ranks
 from tests.trainer.tasks import Recorded, Samples
 
@@ -421,6 +421,24 @@ def test_what_earlier_starts_spent_is_read_beside_training(
         assert lost[6] >= earlier.seconds["startup"]
 
 
+def test_a_validation_that_a_loss_has_broken_off_is_in_vain(tmp_path: Path) -> None:
+    """The optimizer has stepped for the sixth time, and all goes on from the fifth step."""
+    run_dir = RunDir(str(tmp_path))
+    ledger, book = Ledger(run_dir, generation=0, node="a"), TimeBook()
+    ledger.opened(book, step=0, reached=-1, name="a", host="a", agent_pid=7, workers=[])
+    ledger.account(book, step=6, samples=48, tokens=0, now=True)  # as the sixth step is told
+    time.sleep(0.01)
+    book.spend("validation")
+    book.broke_off(is_lost_peer=True)
+    time.sleep(0.01)
+    session: Any = SimpleNamespace(ledger=ledger, accounts=True, times=book, counters=Counters(step=5), num_stepped=6)
+    Session.account_for_now(session)
+    ledger.close()
+    found = goodput([*read_ledger(run_dir), start(1, 5)]).seconds
+    assert found["validation"] == 0.0 and found["replayed"] >= 0.01
+    assert found["detect"] >= 0.01, "what comes after a lost peer is until that is seen"
+
+
 def test_a_recovery_is_written_before_its_process_may_be_lost(tmp_path: Path) -> None:
     """A leader that died a second after its first step took the line of that recovery with it."""
     run_dir = RunDir(str(tmp_path))
@@ -434,6 +452,7 @@ def test_a_recovery_is_written_before_its_process_may_be_lost(tmp_path: Path) ->
         membership=SimpleNamespace(num_nodes=2),
         mesh=SimpleNamespace(shape="dp=2"),
         recovery=Recovery("node-3 was lost", time.time() - 1.0, 9, 3),
+        source="the snapshot of step 7 in memory",
         is_first_start=False,
         seconds=[0.0] * 4,
     )

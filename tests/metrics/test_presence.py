@@ -23,6 +23,7 @@ from elastictrain.metrics.status import status
 from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
 from tests.checkpoint.nodes import wait_until
+from tests.checkpoint.proxy import Proxy
 from tests.metrics.test_goodput import node, nonzero, spent, start
 from tests.processes import began_at
 
@@ -164,6 +165,31 @@ def test_on_an_object_store_it_is_one_object(s3_url: str) -> None:
         time.sleep(4 * presence_module.BEAT)
         assert told(s3_url)[0]["to"] == seen, "not ten times a second"
     assert told(s3_url)[0]["to"] > seen and len(run_dir.names("agents")) == 1
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_an_object_store_that_refuses_it_is_said_once(
+    is_back: bool, proxy: Proxy, s3_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what an agent does nobody else can tell; what its workers account for is there, and nobody waits."""
+    monkeypatch.setattr(presence_module, "RETRY", 0.1)
+    run_dir = RunDir(s3_url)
+    run_dir.create(b"{}", "run.json")
+    lines = [start(0, 0), node(0, -1), spent(0, 10, 50, [0, 4])]
+    run_dir.create("".join(json.dumps(line) + "\n" for line in lines).encode(), "events", "g000000-000000-n000.jsonl")
+    proxy.fault = lambda method, path: "403 AccessDenied" if (method, "/agents/" in path) == ("PUT", True) else None
+    with Presence(run_dir=s3_url) as presence:
+        wait_until(lambda: sum((method, "/agents/" in path) == ("PUT", True) for method, path in proxy.seen) > 2)
+        presence.doing("productive")
+        assert not told(s3_url)
+        if is_back:
+            proxy.fault = lambda method, path: None
+            wait_until(lambda: bool(told(s3_url)))
+    assert caplog.text.count(f"cannot be written to {s3_url} (") == 1, caplog.text
+    assert caplog.text.count("what its workers do not tell is missing") == 1
+    assert [[cause for cause, _ in line["phases"]] for line in told(s3_url)] == [["startup", "productive"]] * is_back
+    found = [one for one in stretches(read_ledger(run_dir)) if one.node == lines[1]["node"]]
+    assert [(one.start, one.stop) for one in found] == [(10, 50)]
 
 
 # ---- what comes of it ----------------------------------------------------------------------------------------------
