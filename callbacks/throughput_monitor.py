@@ -57,7 +57,7 @@ class ThroughputMonitor(Callback):
     """
 
     def __init__(
-        self, *, window: int = 100, every: float = 0.1, peak_tflops: float | None = None, enabled: bool = True
+        self, *, window: int = 100, every: float = 0.5, peak_tflops: float | None = None, enabled: bool = True
     ) -> None:
         if window < 1:
             raise UsageError(f"ThroughputMonitor(window={window}) must be at least 1 step")

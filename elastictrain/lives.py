@@ -34,7 +34,7 @@ import torch
 from elastictrain.compat.torch import compiled_frames, is_compiled
 from elastictrain.data.randomness import Generators
 from elastictrain.elastic.membership import AgentMembership, Membership
-from elastictrain.errors import NothingKept, is_lost_peer
+from elastictrain.errors import GenerationOver, NothingKept, is_lost_peer
 from elastictrain.origin import CannotCopy, Origin, why_not
 from elastictrain.parallel.mesh import abandon, sever, severance
 from elastictrain.session import Session
@@ -99,11 +99,19 @@ class Lives:
         return [f"this process is started anew when another one is lost: {self.problem}"]
 
     def enter(self) -> None:
-        """A generation begins."""
+        """A generation begins.
+
+        Raises:
+            GenerationOver: and is over again.
+        """
         self._is_between = False
-        if self._mine is not None and self.problem is None:
+        if self._mine is None:
+            return
+        if self.problem is None:
             self._mine.line.when_over(severance(), generation=self._mine.generation)
-            self._mine.can_go_on(True)
+        self._mine.can_go_on(self.problem is None)
+        if self._mine.is_over:  # said before there was anything to do about it
+            raise GenerationOver(f"generation {self._mine.generation} is over before it has begun here")
 
     def draw_alike(self, device: torch.device) -> None:
         """Before the user's code is called in a generation: random numbers are those that a new process would draw here."""

@@ -3,15 +3,18 @@
 Each agent of it is started with :data:`MARK` in its environment, which all of its processes inherit: so none can hide.
 :class:`Counting` is a callback by which workers tell what only they know. What a process holds is looked at when the run is
 calm, and goes up and down all the same: a connection is open for a moment, a save is being written, a rank that is alone
-has no mesh. So the least in the last third of its generations is compared with the most in the first third, once what is
-made once has been made: what grows is above that some day.
+has no mesh. So generations of as many ranks are compared with each other: the least in the last third of them with the most
+in the first third, once what is made once has been made. What grows is above that some day. Of a worker's memory it is what
+is in use that counts: each of its threads may be the first in one of malloc's arenas, sixteen on two cores, and each of these
+keeps two megabytes from then on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from tests.checkpoint.nodes import memory_of
 
 MARK = "ELASTICTRAIN_TEST_RUN"
 MADE_ONCE = 3  # generations in which a process makes what it makes once: threads, caches, code that is loaded late
-FEWEST = 9  # generations without which there are no thirds to speak of
+FEWEST = 9  # generations of as many ranks without which there are no thirds to speak of
 
 # What a process may hold more of in its last generations than in its first ones, whatever their number.
 SPARE = {
@@ -36,6 +39,7 @@ SPARE = {
 # What it may hold more of for each generation: histories, which are what a run is asked about later.
 SPARE_EACH = {
     "objects": 40,
+    "in_use": 160 << 10,  # bytes: torch keeps up to 80 kB of each, none of it Python's
     "heap": 192 << 10,  # bytes: an allocator does not give everything back, and its arenas depend on chance
 }
 
@@ -57,7 +61,24 @@ class Counting(Callback):
         modules = sum(isinstance(one, nn.Module) for one in objects)
         groups = sum(isinstance(one, ProcessGroup) for one in objects)
         with open(Path(self.folder) / f"counts-{os.getpid()}", "a") as file:
-            file.write(f"{info.generation} {len(objects)} {meshes} {modules} {groups}\n")
+            file.write(f"{info.world_size} {len(objects)} {meshes} {modules} {groups} {in_use()}\n")
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012
+
+
+def in_use() -> int:
+    """Bytes that this process has been given by ``malloc`` and has not given back, in all arenas; 0 where glibc is none."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
 
 @dataclass(frozen=True)
@@ -91,16 +112,16 @@ class Watch:
 
     def __init__(self, folder: Path, mark: str) -> None:
         self._folder, self._mark = folder, mark
-        self._seen: dict[int, dict[int, Holding]] = {}  # by pid and generation
+        self._seen: dict[int, list[tuple[int, Holding]]] = defaultdict(list)  # by pid, each with the number of ranks
         self._kinds: dict[int, str] = {}
         self._private: set[str] = set()  # directories in shared memory
 
-    def look(self, generation: int) -> None:
-        """The run is calm, in that generation."""
+    def look(self, num_ranks: int) -> None:
+        """The run is calm, in a generation of so many ranks."""
         for pid in self.processes():
             try:
                 self._kinds[pid] = _kind(pid)
-                self._seen.setdefault(pid, {})[generation] = Holding.of(pid)
+                self._seen[pid].append((num_ranks, Holding.of(pid)))
                 self._private.update(_private_dirs(pid))
             except OSError:
                 self._seen.pop(pid, None)
@@ -130,50 +151,52 @@ class Watch:
         return [line for pid in self._seen for line in self._leaks_of(pid)]
 
     def summary(self) -> list[str]:
-        """Of each kind, the process that has been in the most generations: how many, and what it held first and last."""
+        """Of each kind, the process that was looked at most: in how many generations, what it held first and last."""
         longest: dict[str, int] = {}
         for pid, kind in self._kinds.items():
-            if len(self._seen.get(pid, {})) >= len(self._seen.get(longest.get(kind, -1), {})):
+            if len(self._seen[pid]) >= len(self._seen[longest.get(kind, -1)]):
                 longest[kind] = pid
         lines = []
         for kind, pid in sorted(longest.items()):
             grown = [f"{name} {first} → {last}" for name, first, last, _ in self._grown(pid)]
-            lines.append(f"{kind}: {len(self._seen.get(pid, {}))} generations: {', '.join(grown) or 'too few'}")
+            lines.append(f"{kind}: {len(self._seen[pid])} generations: {', '.join(grown) or 'too few'}")
         return lines
 
     def _leaks_of(self, pid: int) -> list[str]:
         return [
-            f"{self._kinds[pid]} {pid} holds more and more {name} over its generations:"
-            f" {first}, then {last}, and {most} would be fine: {self._series(pid).get(name)}"
+            f"{self._kinds[pid]} {pid} holds more and more {name} over its generations: {first}, then {last},"
+            f" and {most} would be fine: {[values for (key, _), values in self._series(pid).items() if key == name]}"
             for name, first, last, most in self._grown(pid)
             if last > most
         ]
 
     def _grown(self, pid: int) -> list[tuple[str, int, int, int]]:
         """``(what, first, last, most)``: the most in the first third, the least in the last one, and what that may be."""
-        found = []
-        for name, values in self._series(pid).items():
+        found, series = [], self._series(pid)
+        for (name, num_ranks), values in series.items():
             settled = values[MADE_ONCE:]
             third = len(settled) // 3
-            if len(values) >= FEWEST:
+            if len(values) >= FEWEST and (name != "heap" or ("in_use", num_ranks) not in series):
                 first, last = max(settled[:third]), min(settled[-third:])
                 spare = SPARE[name] if name in SPARE else SPARE_EACH[name] * len(settled)
                 found.append((name, first, last, first + spare))
         return found
 
-    def _series(self, pid: int) -> dict[str, list[int]]:
-        seen = self._seen.get(pid, {})
-        rows: list[dict[str, int]] = [asdict(seen[generation]) for generation in sorted(seen)]
-        counts = _counts(self._folder / f"counts-{pid}")
-        names = [*(rows[0] if rows else ()), *(counts[0] if counts else ())]
-        every = rows + counts
-        return {name: [row[name] for row in every if name in row] for name in names}
+    def _series(self, pid: int) -> dict[tuple[str, int], list[int]]:
+        """By what it is and the number of ranks."""
+        series: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for num_ranks, row in [*((ranks, asdict(one)) for ranks, one in self._seen[pid]), *self._counts(pid)]:
+            for name, value in row.items():
+                series[name, num_ranks].append(value)
+        return series
 
-
-def _counts(file: Path) -> list[dict[str, int]]:
-    names = ("objects", "meshes", "modules", "groups")
-    lines: Iterable[str] = file.read_text().splitlines() if file.exists() else ()
-    return [dict(zip(names, map(int, line.split()[1:]), strict=True)) for line in lines]
+    def _counts(self, pid: int) -> list[tuple[int, dict[str, int]]]:
+        """What :class:`Counting` has written in that process."""
+        names, file = ("objects", "meshes", "modules", "groups", "in_use"), self._folder / f"counts-{pid}"
+        lines = [
+            [int(word) for word in line.split()] for line in (file.read_text().splitlines() if file.exists() else ())
+        ]
+        return [(num_ranks, dict(zip(names, values, strict=True))) for num_ranks, *values in lines]
 
 
 def _kind(pid: int) -> str:

@@ -14,7 +14,7 @@ in the order in which they were written, except that a worker's last STEP is the
 | ``VERDICT`` | agent | (1 + limit) * 8 + code of the reason, once every worker has acked that limit; 0: none |
 | ``ABORT`` | agent | 1: this generation is over, and SIGTERM means "unwind now" |
 | ``KEEPER`` | worker | 1: the worker has written down how it wants a keeper, see :mod:`elastictrain.elastic.keepers` |
-| ``LIVES`` | worker | 1: the worker can go on in the next generation, see :mod:`elastictrain.lives` |
+| ``LIVES`` | worker | whether the worker can go on in the next generation, see :class:`Can` |
 | ``LOST`` | worker | 1: the worker has lost the others, and waits to hear what comes next |
 | ``BEATS`` | worker | grows with what it does between boundaries |
 | ``READY`` | worker | 1: the worker has stopped for a change, and waits to hear what comes next |
@@ -56,6 +56,14 @@ _REASONS = list(StopReason)
 def reason_of(code: int) -> StopReason | None:
     """The reason a word stands for; None for 0."""
     return _REASONS[code - 1] if code else None
+
+
+class Can(IntEnum):
+    """Go on in the next generation as it is, see :mod:`elastictrain.lives`."""
+
+    UNKNOWN = 0  # the worker has not begun in this one
+    YES = 1
+    NO = 2
 
 
 class Phase(IntEnum):

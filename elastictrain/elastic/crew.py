@@ -1,8 +1,8 @@
 """A node's worker processes over the generations of a run: those that live on, spares, and new ones.
 
 When a generation is over, a worker that can go on in the next one (the word ``LIVES`` of its cell) is told so and lets go of
-it; all others are stopped. A place that has lost its worker is given to a *spare*, which has imported everything and waits,
-or to a new process.
+it; so does one that has come from an earlier generation and has not begun in this one. All others are stopped. A place that
+has lost its worker is given to a *spare*, which has imported everything and waits, or to a new process.
 
 On failure: a worker that should go on and has not let go of its generation in time is killed, and replaced like one that has
 died. Spares that end while they start, or cannot be started, are replaced a few times, and then done without, which is said
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastictrain.elastic.cells import ABORT, LIVES, LOST, PHASE, READY, Cells, Phase
+from elastictrain.elastic.cells import ABORT, LIVES, LOST, PHASE, READY, Can, Cells, Phase
 from elastictrain.elastic.line import Place
 from elastictrain.elastic.processes import WorkerProcess, stop_all
 from elastictrain.elastic.stalls import have_stacks_written
@@ -50,6 +50,7 @@ class Crew:
         self._command, self._environment, self._num_spares, self._say = command, environment, num_spares, say
         self.workers: list[WorkerProcess] = []
         self._living: dict[int, WorkerProcess] = {}  # by local rank, between two generations
+        self._survivors: set[int] = set()  # local ranks of those that have come to this generation from an earlier one
         self._spares: list[WorkerProcess] = []
         self._num_deaths = 0
         self._folder: str | None = None
@@ -67,11 +68,12 @@ class Crew:
 
     def begin(self, places: Sequence[tuple[int, Place]]) -> list[WorkerProcess]:
         """Give everybody a place: ``(rank, place)`` by local rank."""
-        self._trains_since = None
+        self._trains_since, self._survivors = None, set(self._living)
         for local_rank, (rank, place) in enumerate(places):
             worker = self._living.pop(local_rank, None)
             if worker is None or worker.poll() is not None:
                 worker = self._spare() or self._new(place.environment)
+                self._survivors.discard(local_rank)
             worker.place(place, rank=rank)
             self.workers.append(worker)
         return self.workers
@@ -108,9 +110,17 @@ class Crew:
 
     def over(self, generation: int, cells: Cells) -> None:
         """Tell those that can go on, at once."""
-        for local_rank, worker in enumerate(self.workers):
-            if worker.poll() is None and cells.views[local_rank][LIVES]:
-                worker.over(generation)
+        for local_rank in self._able(cells):
+            self.workers[local_rank].over(generation)
+
+    def _able(self, cells: Cells) -> list[int]:
+        """Local ranks of those that can go on in another generation."""
+        able = []
+        for local_rank, (worker, view) in enumerate(zip(self.workers, cells.views, strict=False)):
+            can = view[LIVES]
+            if worker.poll() is None and (can == Can.YES or (can == Can.UNKNOWN and local_rank in self._survivors)):
+                able.append(local_rank)
+        return able
 
     def end(self, generation: int, cells: Cells, *, seconds: float, keeps: bool) -> tuple[int, float | None]:
         """The generation is over: keep who can go on, if ``keeps``, and stop all others.
@@ -121,7 +131,7 @@ class Crew:
         Returns:
             how many live on, and the earliest moment at which one was found to have ended, seconds since the epoch.
         """
-        living = [i for i, one in enumerate(self.workers) if keeps and one.poll() is None and cells.views[i][LIVES]]
+        living = self._able(cells) if keeps else []
         for i in living:
             self.workers[i].over(generation)
         others = [worker for i, worker in enumerate(self.workers) if i not in living]

@@ -1,9 +1,8 @@
 """An agent's words to a worker that may outlive its generation: lines of JSON through a pipe.
 
 The agent says two things: *generation N is over*, and *this is your place in generation N*. A worker without a place is a
-spare. A worker takes the newest place that is not over yet; those in between are passed over. The worker reads in a thread
-that sleeps until something is said, so that what must be done at once (see :meth:`Line.when_over`) does not wait for what
-the worker is doing.
+spare. A worker takes the newest place; those in between are passed over. The worker reads in a thread that sleeps until
+something is said, so that what must be done at once (see :meth:`Line.when_over`) does not wait for what the worker is doing.
 
 On failure: an agent that is gone says nothing more; its workers are killed by the kernel. A worker that does not read, or
 has ended, is no trouble for the agent: what is said to it is dropped.
@@ -163,16 +162,14 @@ class Line:
         return self._wait(lambda: self.is_over(generation), seconds)
 
     def take(self, *, seconds: float | None = None) -> Place | None:
-        """The newest place; waits for one. None: there was none by then.
+        """The newest place, whose generation may be over already; waits for one. None: there was none by then.
 
         A signal's handler runs meanwhile, and may raise.
         """
-        while self._wait(lambda: self._place is not None, seconds):
-            with self._changed:
-                place, self._place = self._place, None
-            if place is not None and not self.is_over(place.generation):
-                return place
-        return None
+        self._wait(lambda: self._place is not None, seconds)
+        with self._changed:
+            place, self._place = self._place, None
+        return place
 
     def _wait(self, condition: Callable[[], bool], seconds: float | None) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds

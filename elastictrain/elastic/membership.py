@@ -35,6 +35,7 @@ from elastictrain.elastic.cells import (
     READY,
     STEP,
     VERDICT,
+    Can,
     Phase,
     StopReason,
     one_cell,
@@ -195,7 +196,7 @@ class AgentMembership(Membership):
 
     def can_go_on(self, can: bool) -> None:
         """Whether this process could be in the next generation as it is."""
-        self._cell[LIVES] = int(can)
+        self._cell[LIVES] = Can.YES if can else Can.NO
 
     def lost_others(self, error: BaseException) -> None:
         """By ``error``: the agent finds out who is gone, and says what comes next."""
@@ -212,13 +213,16 @@ class AgentMembership(Membership):
     def next_place(self) -> None:
         """This process has let go of everything of its generation; returns when it has a place in another one.
 
+        One that is over again by then is let go of as well, and the agent sees that it is.
+
         Raises:
             SystemExit: the agent has no place for it.
         """
-        self._cell[PHASE] = Phase.CLOSED
-        place = self.line.take()
-        assert place is not None
-        self._take(place)
+        while self.is_over:
+            self._cell[PHASE] = Phase.CLOSED
+            place = self.line.take()
+            assert place is not None
+            self._take(place)
         self.run()
 
     def run(self) -> None:

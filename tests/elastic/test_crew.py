@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from elastictrain.elastic import crew as crews
-from elastictrain.elastic.cells import ABORT, LIVES, PHASE, READY, STEP, Cells, Phase
+from elastictrain.elastic.cells import ABORT, LIVES, PHASE, READY, STEP, Can, Cells, Phase
 from elastictrain.elastic.crew import SPARE_DEATHS, Crew
+from elastictrain.elastic.line import Assignment, Place
 from elastictrain.elastic.processes import WorkerProcess
 from elastictrain.elastic.stalls import START, Stalls
 
@@ -50,6 +53,62 @@ def test_a_worker_between_two_generations_may_unwind_at_a_signal(tmp_path: Path)
     tended.workers.append(Worker())  # type: ignore[arg-type]
     assert tended.end(0, cells, seconds=0.0, keeps=True) == (1, None)
     assert cells.views[0][ABORT] == 1
+
+
+LIVES_ON = """
+from elastictrain.elastic.membership import current
+mine = current()
+while True:
+    mine.can_go_on(True)
+    assert mine.line.wait_until_over(mine.generation, seconds=60.0)
+    mine.next_place()
+"""
+TOLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def test_a_survivor_whose_next_generation_is_over_before_it_begins_lives_on(tmp_path: Path) -> None:
+    tended = Crew([sys.executable, "-c", LIVES_ON], environment=lambda: os.environ, num_spares=0, say=print)
+
+    def begin(generation: int) -> Cells:
+        path, cells = str(tmp_path / f"{generation}.json"), str(tmp_path / f"cells-{generation}")
+        made = Cells.create(cells, 1)
+        Assignment(agent_pid=os.getpid(), generation=generation, cells=cells, reports="").write(path)
+        tended.begin([(0, Place(generation, path, TOLD))])
+        return made
+
+    def wait(cells: Cells) -> None:
+        until = time.monotonic() + 60.0
+        while cells.views[0][LIVES] != Can.YES:
+            assert time.monotonic() < until and tended.workers[0].poll() is None
+            time.sleep(0.01)
+
+    try:
+        cells = begin(0)
+        (worker,) = tended.workers
+        wait(cells)
+        assert tended.end(0, cells, seconds=0.0, keeps=True) == (1, None)
+        os.kill(worker.pid, signal.SIGSTOP)
+        cells = begin(1)
+        threading.Timer(0.5, lambda: os.kill(worker.pid, signal.SIGCONT)).start()
+        assert cells.views[0][LIVES] == Can.UNKNOWN
+        assert tended.end(1, cells, seconds=0.0, keeps=True) == (1, None)
+        assert cells.views[0][PHASE] == Phase.CLOSED, "it has let go of that one, too"
+        wait(begin(2))
+        assert tended.workers == [worker]
+        cells.views[0][LIVES] = Can.NO
+        assert tended.end(2, cells, seconds=0.0, keeps=True)[0] == 0, "this one had better not"
+    finally:
+        tended.stop(seconds=0.0)
+
+
+def test_a_new_worker_that_has_not_begun_is_replaced(tmp_path: Path) -> None:
+    """It may be in anybody's code, which knows of one place alone."""
+    tended, cells = crew(), Cells.create(str(tmp_path / "cells"), 1)
+    try:
+        tended.begin([(0, Place(0, "", {}))])
+        assert tended.end(0, cells, seconds=0.0, keeps=True)[0] == 0
+    finally:
+        tended.stop(seconds=0.0)
 
 
 def test_who_is_watched_is_seen_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
