@@ -5,7 +5,7 @@ Each agent of it is started with :data:`MARK` in its environment, which all of i
 calm, and goes up and down all the same: a connection is open for a moment, a save is being written, a rank that is alone
 has no mesh. So generations of as many ranks are compared with each other: the least in the last third of them with the most
 in the first third, once what is made once has been made. What grows is above that some day. Of a worker's memory it is what
-is in use that counts: each of its threads may be the first in one of malloc's arenas, sixteen on two cores, and each of these
+is in use that counts: each of its threads may be the first in one of malloc's arenas, sixteen on two cores, and each of them
 keeps two megabytes from then on.
 """
 
@@ -68,7 +68,7 @@ class _Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def in_use() -> int:

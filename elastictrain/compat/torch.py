@@ -102,13 +102,11 @@ def abort_groups() -> None:
 
 
 def gloo_operations() -> dict[str, str]:
-    """What torch asks a process group for, and what gloo calls it."""
+    """What torch asks a process group for, and what gloo calls it; all but ``reduce_scatter`` and its like."""
     plain = ("allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
-             "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
-             "_allgather_base", "_reduce_scatter_base")  # fmt: skip
+             "broadcast", "gather", "recv", "recv_anysource", "reduce", "scatter", "send", "_allgather_base")  # fmt: skip
     return {name: name for name in plain} | {
         "all_gather_single": "_allgather_base",
-        "reduce_scatter_single": "_reduce_scatter_base",
         "all_to_all_single": "alltoall_base",
     }
 

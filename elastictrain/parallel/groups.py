@@ -3,7 +3,8 @@
 Of the operations that are going on when a connection ends, gloo forgets two kinds (``Pair::signalException`` of
 pytorch/gloo, as it is in torch 2.13): one whose message has come in part, and one whose message has not gone out whole.
 Nobody who waits for them is told, and waits for the group's timeout, half an hour. The larger messages are, the more often
-that is so. Here the wait itself looks, every :data:`TICK`, whether the groups have been severed.
+that is so. Here the wait itself looks, every :data:`TICK`, whether the groups have been severed. The one wait of gloo's that
+heeds no limit is that of ``reduce_scatter``, which torch makes of an allreduce; so it is made of one here.
 
 On failure: ``RuntimeError`` that names gloo, as its own do. A group in which such an operation is left is never destroyed,
 since that waits for it: a few threads stay until this process ends, and its tensors until the group's timeout.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from elastictrain.compat.torch import gloo_operations
@@ -86,6 +88,26 @@ class SeverableGroup(dist.ProcessGroup):
     # functional collectives ask for all of a list at once; the names are those that every torch has
     def allgather_into_tensor_coalesced(self, output_lists: list[Any], input_list: list[Any], opts: Any = None) -> Work:
         return _All([self.all_gather_single(*pair) for pair in zip(output_lists, input_list, strict=True)])
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        return self._scattered(output, input.clone(), opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Work:
+        return _All(
+            [self._scattered(one, torch.stack(parts), opts) for one, parts in zip(outputs, inputs, strict=True)]
+        )
+
+    def _scattered(self, output: Any, whole: Any, opts: Any) -> Work:
+        """``whole`` is summed in place, and this rank's part of it copied."""
+        part = whole.chunk(self.size())[self.rank()]
+        if whole.numel() != self.size() * output.numel() or part.numel() != output.numel():
+            raise ValueError(f"{self.size()} ranks cannot share {tuple(whole.shape)} as {tuple(output.shape)} each")
+        reduce = dist.AllreduceOptions()
+        if opts is not None:
+            reduce.reduceOp = opts.reduceOp
+        return _Scattered(self.collective(self.gloo.allreduce([whole], reduce)), output, part.view_as(output))
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Any], inputTensors: list[Any], opts: Any = None
@@ -159,6 +181,23 @@ class _Collective(Work):
 
     def get_future(self) -> Any:
         return self._work.get_future()
+
+
+class _Scattered(Work):
+    def __init__(self, work: Work, output: Any, part: Any) -> None:
+        super().__init__()
+        self._work, self._output, self._part = work, output, part
+        self._is_over = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._is_over:
+            self._work.wait(timeout)
+            self._output.copy_(self._part)
+            self._is_over, self._output, self._part = True, None, None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_over
 
 
 class _Messages:

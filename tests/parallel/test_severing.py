@@ -100,7 +100,9 @@ def _half_way(rank: int, world_size: int, ports: list[int], operation: str) -> f
             if operation == "message":
                 dist.send(large, 1) if rank == 0 else dist.recv(large, 0)
             else:
-                dist.all_reduce(large)
+                dist.all_reduce(large) if operation == "collective" else dist.reduce_scatter_tensor(
+                    large[:8_000_000], large
+                )
 
     def stop() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -117,7 +119,7 @@ def _half_way(rank: int, world_size: int, ports: list[int], operation: str) -> f
     return _meet(ports, 1, rank, world_size)
 
 
-@pytest.mark.parametrize("operation", ["message", "collective"])
+@pytest.mark.parametrize("operation", ["message", "collective", "scattered"])
 def test_ranks_are_let_go_in_the_middle_of_a_message(operation: str) -> None:
     assert run_ranks(_half_way, 2, [free_port() for _ in range(2)], operation, timeout=60) == [3.0, 3.0]
 
@@ -138,6 +140,8 @@ def _all_kinds(rank: int, world_size: int, port: int) -> list[float]:
     dist.all_gather_into_tensor(whole.clone(), ones)
     dist.reduce_scatter_tensor(part, whole)
     found.append(part[0] - 4.0 * rank)
+    dist.reduce_scatter(part, [ones, 2 * ones])
+    found.append(part[0] - 3.0 * rank)
     dist.reduce(one := ones.clone(), dst=0)
     found.append(one[0] if rank == 0 else torch.tensor(3.0))
     dist.scatter(part, [whole[:2], whole[2:]] if rank == 0 else None, src=0)
@@ -161,7 +165,7 @@ def _all_kinds(rank: int, world_size: int, port: int) -> list[float]:
 
 
 def test_a_group_that_can_be_severed_does_what_every_group_does() -> None:
-    assert run_ranks(_all_kinds, 2, free_port()) == [[3.0, 2.0, 2.0, 0.0, 3.0, 0.0, 2.0, 3.0, 2.0]] * 2
+    assert run_ranks(_all_kinds, 2, free_port()) == [[3.0, 2.0, 2.0, 0.0, 3.0, 3.0, 0.0, 2.0, 3.0, 2.0]] * 2
 
 
 def _late(rank: int, world_size: int, port: int, folder: str) -> None:
@@ -169,7 +173,9 @@ def _late(rank: int, world_size: int, port: int, folder: str) -> None:
     _meet([port], 0, rank, world_size)
     done = os.path.join(folder, "done")
     if rank == 0:
-        for work in (dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 1)):
+        reduced = dist.all_reduce(torch.ones(1), async_op=True)
+        scattered = dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), async_op=True)
+        for work in (reduced, scattered, dist.irecv(torch.ones(1), 1)):
             assert work is not None
             with pytest.raises(RuntimeError, match="not ended within 0.2 s"):
                 work.wait(timedelta(seconds=0.2))
@@ -181,6 +187,7 @@ def _late(rank: int, world_size: int, port: int, folder: str) -> None:
             time.sleep(0.01)
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(torch.ones(1))
+        dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
         dist.send(torch.ones(1), 0)
 
 
