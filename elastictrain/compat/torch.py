@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
+    "REDUCE_SCATTERS",
     "FakeTensorMode",
     "TorchDispatchMode",
     "abort_groups",
@@ -109,6 +110,9 @@ def gloo_operations() -> dict[str, str]:
         "all_gather_single": "_allgather_base",
         "all_to_all_single": "alltoall_base",
     }
+
+
+REDUCE_SCATTERS = ("reduce_scatter_single", "_reduce_scatter_base")  # what torch asks for, of one tensor
 
 
 def compiled_frames() -> int:

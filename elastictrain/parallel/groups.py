@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastictrain.compat.torch import gloo_operations
+from elastictrain.compat.torch import REDUCE_SCATTERS, gloo_operations
 
 TICK = timedelta(milliseconds=50)
 ENDS = 0.1  # seconds in which an operation of a severed group ends, if gloo has not forgotten it
@@ -89,12 +89,10 @@ class SeverableGroup(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(self, output_lists: list[Any], input_list: list[Any], opts: Any = None) -> Work:
         return _All([self.all_gather_single(*pair) for pair in zip(output_lists, input_list, strict=True)])
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+    def scatter_one(self, output: Any, input: Any, opts: Any = None) -> Work:
         return self._scattered(output, input.clone(), opts)
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Work:
+    def scatter_lists(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Work:
         return _All(
             [self._scattered(one, torch.stack(parts), opts) for one, parts in zip(outputs, inputs, strict=True)]
         )
@@ -112,7 +110,7 @@ class SeverableGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Any], inputTensors: list[Any], opts: Any = None
     ) -> Work:
-        return _All([self.reduce_scatter_single(*pair, opts) for pair in zip(outputTensors, inputTensors, strict=True)])
+        return _All([self.scatter_one(*pair, opts) for pair in zip(outputTensors, inputTensors, strict=True)])
 
     # what torch's own group asks its backend for
     def getBackendName(self) -> str:
@@ -146,6 +144,9 @@ def _forwarded(name: str, *, is_message: bool) -> Callable[..., Work]:
 
 for _ours, _gloos in gloo_operations().items():
     setattr(SeverableGroup, _ours, _forwarded(_gloos, is_message=_ours in ("send", "recv", "recv_anysource")))
+for _ours in REDUCE_SCATTERS:
+    setattr(SeverableGroup, _ours, SeverableGroup.scatter_one)
+setattr(SeverableGroup, "reduce_scatter", SeverableGroup.scatter_lists)  # noqa: B010 - torch's stub has other overloads
 
 
 class _Collective(Work):
