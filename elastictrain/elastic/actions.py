@@ -88,6 +88,13 @@ class KeptOut:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """These nodes are lost, which were members no more: none of their workers will do anything at the agreed step."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Dismissed:
     """Somebody who may has asked for this node to go; it has asked the leader to be let go."""
 
@@ -116,6 +123,7 @@ Action = (
     | Release
     | Resized
     | KeptOut
+    | Gone
     | Dismissed
     | Left
     | Closed

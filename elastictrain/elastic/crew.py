@@ -150,11 +150,13 @@ class Crew:
         """Those that have let go of their generation; the others are killed."""
         deadline = time.monotonic() + LET_GO_SECONDS
         waiting = set(living)
-        while waiting and time.monotonic() < deadline:
+        while waiting:
+            is_late = time.monotonic() > deadline  # a process that was stopped for long looks once more
             waiting -= {i for i in waiting if self.workers[i].poll() is not None}
             waiting -= {i for i in waiting if cells.views[i][PHASE] == Phase.CLOSED}
-            if waiting:
-                time.sleep(TICK)
+            if is_late:
+                break
+            time.sleep(TICK if waiting else 0.0)
         late = [self.workers[i] for i in sorted(waiting)]
         if late:
             ranks = ", ".join(f"rank {worker.rank} (pid {worker.pid})" for worker in late)

@@ -53,6 +53,13 @@ class Bye:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """Tell everybody of nodes that are lost, and were members no more: they may have had something to hand over still."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class KeepOut:
     """Tell this node that it is let in later, and why."""
 
@@ -61,7 +68,7 @@ class KeepOut:
     seconds: float
 
 
-Decision = Commit | Prepare | Cancel | Reread | Probe | Drop | Bye | KeepOut
+Decision = Commit | Prepare | Cancel | Reread | Probe | Drop | Bye | Gone | KeepOut
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------

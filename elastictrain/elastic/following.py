@@ -7,6 +7,7 @@ from elastictrain.elastic.actions import (
     Closed,
     Dismissed,
     Formed,
+    Gone,
     KeptOut,
     Left,
     Promise,
@@ -142,6 +143,8 @@ class Following:
             self.learn(generation_from_json(message["generation"]))
         if "size" in message:
             self._resize(size_from_json(message["size"]))
+        if "lost" in message:
+            self._out.append(Gone(tuple(map(str, message["lost"]))))
         if kind == "change":
             self.learn(changed(self.generation, message))
         elif kind == "wait":
@@ -161,7 +164,7 @@ class Following:
             self._out.append(Left())
         elif kind == "closed":
             self.close_down(str(message["reason"]))
-        elif kind not in ("ping", "welcome", "generation", "size"):
+        elif kind not in ("ping", "welcome", "generation", "size", "lost"):
             raise ChainError(f"{kind!r} is nothing that a leader says")
 
     def learn(self, generation: Generation) -> None:

@@ -21,6 +21,7 @@ after each event and at :attr:`Leader.deadline`.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
@@ -30,6 +31,7 @@ from elastictrain.elastic.decisions import (
     Commit,
     Decision,
     Drop,
+    Gone,
     KeepOut,
     Prepare,
     Probe,
@@ -41,6 +43,8 @@ from elastictrain.elastic.flapping import Flapping
 from elastictrain.elastic.nodes import LONGEST_WRITE, Node, Silence, boundary_for, neighbours
 from elastictrain.elastic.timing import Timing
 
+MANY = 100  # nodes that have left, of which it is still of interest that they are lost
+
 
 class Leader:
     """The leader of one epoch.
@@ -50,6 +54,9 @@ class Leader:
         size: of a run that begins with this node.
         previous: the node that led before.
         job: that this node has seen members of.
+
+    Attributes:
+        gone: nodes that are lost, and were members no more: the newest of them.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class Leader:
         self.preparing: int | None = None
         self._gone: set[str] = set() if previous is None else {previous}
         self._gone_with_notice: set[str] = set()
+        self.gone = deque((one for one in entry.generation.leaving if one == previous), maxlen=MANY)
+        self._untold: list[str] = []
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
@@ -133,6 +142,8 @@ class Leader:
         if before is not None:
             self._promised -= self.preparing is not None and before.promised == self.preparing
         self._gone.discard(member.node)
+        if member.node in self.gone:
+            self.gone.remove(member.node)
         self._joins(now)
 
     def beat(self, node: str, *, is_ready: bool, step: int, now: float) -> None:
@@ -168,6 +179,9 @@ class Leader:
             self._losses(now)
             if known.is_leaving:
                 self._gone_with_notice.add(node)
+            if self.generation.rank_of(node) is None:
+                self.gone.append(node)
+                self._untold.append(node)
         self._gone.add(node)
 
     def renew(self, number: int, *, now: float) -> None:
@@ -234,6 +248,9 @@ class Leader:
         out += [Drop(tuple(self.nodes[name].link for name in late))] if late else []
         for name in late:
             self.lost(name, now=now)
+        if self._untold:
+            out.append(Gone(tuple(self._untold)))
+            self._untold.clear()
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self._joins(now)

@@ -114,6 +114,8 @@ class Leading:
             welcome["generation"] = generation.to_json()
         if self.leader.knows_size:
             welcome["size"] = self.leader.size.to_json()
+        if self.leader.gone:
+            welcome["lost"] = list(self.leader.gone)
         self._out.append(Send((link,), welcome))
         if self.leader.preparing is not None:
             self._out.append(Send((link,), self._prepare(self.leader.preparing)))
@@ -172,6 +174,8 @@ class Leading:
                         self._has.pop(link, None)
                 case deciding.Bye(links):
                     self._out.append(Send(links, {"is": "bye"}))
+                case deciding.Gone(nodes):
+                    self._out.append(Send(self.links, {"is": "lost", "lost": list(nodes)}))
                 case deciding.KeepOut(link, times, seconds):
                     self._out.append(Send((link,), {"is": "wait", "times": times, "seconds": seconds}))
         if now >= self._ping_at:

@@ -30,6 +30,8 @@ from elastictrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+GONE_FOR = 3600.0  # seconds that it is remembered; no hand-over takes so long
+
 
 class RunNode:
     """One node.
@@ -46,6 +48,7 @@ class RunNode:
     Attributes:
         generation: the newest one that this node knows.
         size: the run's; the command's own until a leader has said it.
+        gone: nodes that are lost and were members no more, and since when, by :func:`time.monotonic`.
         kept_out: how often this node's host was lost, and until when it is not let in, by :func:`time.monotonic`.
         asked: what the leader wants the workers of that one to promise; None: nothing, or no more.
         closed: why the run is over for all; empty: it is not.
@@ -71,6 +74,7 @@ class RunNode:
         self._on_formed, self._on_asked, self._on_resized = on_formed, on_asked, on_resized
         self._peer = Peer(me, timing, chance=random.Random())  # seeded by the system
         self.generation, self.size, self.kept_out = Generation(), timing.size, (0, 0.0)
+        self.gone: dict[str, float] = {}
         self.asked: actions.Promise | None = None
         self.closed = ""
         self.error: BaseException | None = None
@@ -260,6 +264,10 @@ class RunNode:
                 self._notify(size=size)
             case actions.KeptOut(times, seconds):
                 self._notify(kept_out=(times, time.monotonic() + seconds))
+            case actions.Gone(nodes):
+                now = time.monotonic()
+                recent = {name: since for name, since in self.gone.items() if now - since < GONE_FOR}
+                self._notify(gone=dict.fromkeys(nodes, now) | recent)  # a new leader may say it again
             case actions.Dismissed():
                 self._notify(is_dismissed=True)
             case actions.Left():

@@ -49,6 +49,7 @@ LEAVE_SECONDS = 5.0
 WARM_SECONDS = 120.0  # for a new node's workers to import everything, after which it joins as it is
 PATIENCE = 3.0  # seconds before it is said that there is something to wait for
 STORE_TIMEOUT = timedelta(seconds=30)
+GONE_SECONDS = 5.0  # for workers to notice by themselves that a node is gone; one that has left well is gone then, too
 
 
 class RunRendezvous(GenerationHandler):
@@ -197,6 +198,9 @@ class RunRendezvous(GenerationHandler):
         newest, agreed = self._node.generation, self.agreed
         if agreed is None:
             return newest.number > self._current.number
+        gone = [self._node.gone.get(one.node) for one in self._current.members]
+        if any(since is not None and time.monotonic() - since > GONE_SECONDS for since in gone):
+            return True  # it was to hand over at the agreed step, and its connections may say nothing of its end
         # One that leaves is superseded like those that stay: without them its workers would wait until they are killed.
         stay = {one.node for one in self._current.members} & {one.node for one in agreed.members}
         return newest.number > agreed.number and not stay <= {one.node for one in newest.members}

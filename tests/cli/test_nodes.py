@@ -103,8 +103,8 @@ def test_nodes_come_go_and_die_and_the_losses_stay(tmp_path: Path, monkeypatch: 
     run.options = [*run.options, "--device-memory", "410KiB", "--checkpoint-every", "10", "--val-every", "25"]
     run.before = forked.install
     meshes: dict[Any, str] = {  # that the planner chooses for the nodes which a change leaves
+        Nodes.agents_frozen: "pp=2, dp_shard=2",
         Nodes.keeper_killed_as_others_restore: "pp=3",
-        Nodes.agents_frozen: "pp=3",
         Nodes.storage_down_as_node_dies: "pp=2",
         Nodes.larger_nodes_join: "dp_shard=6",
         Nodes.smaller_nodes_lost_at_once: "dp_shard=2, tp=2",

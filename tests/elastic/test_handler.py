@@ -192,6 +192,33 @@ def test_a_leaving_node_does_not_wait_for_one_that_is_lost(tmp_path: Path) -> No
         handler._node.stop()
 
 
+def test_a_node_that_is_gone_before_it_has_handed_over_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leaving machine that freezes closes no connection: its peers would wait at the agreed step until they are killed."""
+    made = [create(parameters(str(tmp_path), nodes=(1, 2), last_call_timeout=60.0), has_steps=True) for _ in range(2)]
+    try:
+        all_next(made)
+        stays, leaves = sorted(made, key=lambda one: one._node._peer.leading is None)
+        leaves.notice()
+        wait_for(lambda: stays.asked is not None and leaves.asked is not None)
+        for one in made:
+            assert one.asked is not None
+            one.promise(one.asked, is_kept=True, step=0)
+        wait_for(lambda: stays.agreed is not None)
+        monkeypatch.setattr(rendezvous_module, "GONE_SECONDS", 600.0)
+        leaves._node.stop()
+        wait_for(lambda: leaves._node.me.node in stays._node.gone)
+        assert not stays.is_superseded, "its workers may just be done, and so may these in a moment"
+        monkeypatch.setattr(rendezvous_module, "GONE_SECONDS", -1.0)
+        assert stays.is_superseded and not stays.is_out
+        assert stays.next_rendezvous().world_size == 1
+        assert not stays.is_superseded
+    finally:
+        for one in made:
+            one._node.stop()
+
+
 def test_a_node_that_has_stood_by_for_longer_than_it_would_wait_for_a_first_one_steps_in(tmp_path: Path) -> None:
     made = [
         create(parameters(str(tmp_path), nodes=(1, 1), join_timeout=1.0), num_workers=1, has_steps=True)

@@ -293,6 +293,32 @@ def test_a_member_that_leaves_is_let_go_at_a_boundary() -> None:
     assert len(members(world)) == 3 and world.log[-1].generation.boundary > 0
 
 
+def test_all_are_told_of_one_that_is_lost_before_it_has_handed_over() -> None:
+    world = formed(4)
+    leaving, member = others(world)[:2]
+    leaving.ending = 600.0
+    world.tell(leaving, leaving.peer.on_leave)
+    world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
+    stay = [world.nodes[name] for name in members(world)]
+    assert len(stay) == 3 and not any(node.gone for node in stay)
+    world.crash(leaving)
+    world.until(lambda: all(node.gone == {leaving.name} for node in stay), seconds=1.0)
+    world.crash(member)
+    world.until(lambda: len(members(world)) == 2 and world.agree(), seconds=1.0)
+    assert all(node.gone == {leaving.name} for node in stay), "of a member a generation without it tells"
+
+
+def test_a_leader_that_is_lost_before_it_has_handed_over_is_told_of_by_the_next_one() -> None:
+    world = formed(4)
+    leaving = world.leader
+    leaving.ending = 600.0
+    world.tell(leaving, leaving.peer.on_leave)
+    world.until(lambda: leaving.has_left and world.agree(), seconds=3.0)
+    stay = [world.nodes[name] for name in members(world)]
+    world.crash(leaving)
+    world.until(lambda: all(node.gone == {leaving.name} for node in stay), seconds=5.0)
+
+
 @pytest.mark.parametrize(("pace", "first", "last"), [(100.0, 30, 31), (1.0, 2, 2), (0.0, 2, 2)])
 def test_a_boundary_is_as_many_steps_ahead_as_fit_into_its_time(pace: float, first: int, last: int) -> None:
     """Where steps are fast, nobody waits there for what is still to be written; where they are slow, it is near."""

@@ -20,6 +20,7 @@ from elastictrain.elastic.actions import (
     Create,
     Dismissed,
     Formed,
+    Gone,
     KeptOut,
     Left,
     Promise,
@@ -71,6 +72,7 @@ class Node:
     comes_back: bool = False  # an earlier node of its host was lost
     ending: float = 0.0  # seconds that its workers take to save at a step where all stop
     size: Size | None = None  # told by a leader
+    gone: set[str] = field(default_factory=set)  # what it was told of nodes that were members no more
     kept_out: list[tuple[int, float]] = field(default_factory=list)  # what it was told of that: times, seconds
     current: Generation = NONE  # in which the worker trains
     coming: Generation | None = None  # agreed on, behind a boundary
@@ -310,6 +312,8 @@ class World:
                 node.size = size
             case KeptOut(times, seconds):
                 node.kept_out.append((times, seconds))
+            case Gone(names):
+                node.gone.update(names)
             case Dismissed():
                 node.is_leaving = True
             case Left():
