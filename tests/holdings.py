@@ -15,6 +15,7 @@ import ctypes
 import gc
 import os
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ FEWEST = 9  # generations of as many ranks without which there are no thirds to 
 # What a process may hold more of in its last generations than in its first ones, whatever their number.
 SPARE = {
     "descriptors": 2,  # of a thing that is there or not: a log being written, the line to a spare
-    "threads": 1,
+    "threads": 2,  # of a keeper: one for each connection, also of one whose buddy it has been until the next copy
     "images": 1 << 20,  # bytes, two or three of them: how many ranks share a state decides how large each one's is
     "meshes": 0,
     "modules": 0,
@@ -116,11 +117,14 @@ class Watch:
         self._kinds: dict[int, str] = {}
         self._private: set[str] = set()  # directories in shared memory
 
-    def look(self, num_ranks: int) -> None:
-        """The run is calm, in a generation of so many ranks."""
+    def look(self, training: Collection[int]) -> None:
+        """The run is calm, and these workers train; a spare holds nothing yet."""
+        num_ranks = len(training)
         for pid in self.processes():
             try:
                 self._kinds[pid] = _kind(pid)
+                if self._kinds[pid] == "worker" and pid not in training:
+                    continue
                 self._seen[pid].append((num_ranks, Holding.of(pid)))
                 self._private.update(_private_dirs(pid))
             except OSError:

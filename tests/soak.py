@@ -193,7 +193,7 @@ class Soak(Cluster):
         """Until those that are there, and only those, train together."""
         self.wait_until(lambda: len(self.members()) == len(self.agents) and not self.frozen, "all nodes train together")
         self.survive()
-        self.watch.look(len(self.members()))
+        self.watch.look(self.members())
 
     def survive(self) -> None:
         """A node whose worker was not killed trains in the same process as before."""
