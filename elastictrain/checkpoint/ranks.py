@@ -76,10 +76,6 @@ class Ranks:
         result: R = reply
         return result
 
-    def first(self, decide: Callable[[], R]) -> R:
-        """What rank 0 decides, on every rank."""
-        return self.round(lambda: None, lambda parts: [decide()] * len(parts))
-
     def _scatter(self, replies: list[Any]) -> Any:
         if self.world_size == 1:
             return replies[0]

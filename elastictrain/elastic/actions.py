@@ -89,7 +89,7 @@ class KeptOut:
 
 @dataclass(frozen=True)
 class Gone:
-    """These nodes are lost, which were members no more: none of their workers will do anything at the agreed step."""
+    """These nodes are lost, and no others, that were members no more: they may have had something to hand over still."""
 
     nodes: tuple[str, ...]
 

@@ -122,7 +122,7 @@ class Agent(PlacedAgent):
         self._cells: Cells | None = None
         self._agreement: Agreement | None = None
         self._reports = ""
-        self._generation = -1
+        self._generation, self._job_id = -1, ""
         self._furthest = -1
         self._notices = Notices(lambda: rendezvous.waiting)
         self._reason: StopReason | None = None
@@ -213,7 +213,9 @@ class Agent(PlacedAgent):
             (worker.global_rank, Place(generation, assignment, place_environment(worker_group, worker, generation)))
             for worker in worker_group.workers
         ]
-        self._generation = generation
+        if self._job_id != self._handler.job_id:
+            self._crew.dismiss()
+        self._generation, self._job_id = generation, self._handler.job_id
         return {local_rank: worker.pid for local_rank, worker in enumerate(self._crew.begin(places))}
 
     def _monitor_workers(self, worker_group: Group) -> RunResult:

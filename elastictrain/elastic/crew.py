@@ -66,6 +66,11 @@ class Crew:
         """Have all spares imported everything? One that has ended will not."""
         return all(spare.is_warm or spare.poll() is not None for spare in self._spares)
 
+    def dismiss(self) -> None:
+        """Nobody lives on: what comes next is another run, and its generations are counted from the first one."""
+        stop_all(list(self._living.values()), seconds=0)
+        self._living = {}
+
     def begin(self, places: Sequence[tuple[int, Place]]) -> list[WorkerProcess]:
         """Give everybody a place: ``(rank, place)`` by local rank."""
         self._trains_since, self._survivors = None, set(self._living)

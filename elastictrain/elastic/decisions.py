@@ -54,7 +54,7 @@ class Bye:
 
 @dataclass(frozen=True)
 class Gone:
-    """Tell everybody of nodes that are lost, and were members no more: they may have had something to hand over still."""
+    """Tell everybody which nodes are lost that were members no more: they may have had something to hand over still."""
 
     nodes: tuple[str, ...]
 

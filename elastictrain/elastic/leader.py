@@ -71,8 +71,9 @@ class Leader:
         self.preparing: int | None = None
         self._gone: set[str] = set() if previous is None else {previous}
         self._gone_with_notice: set[str] = set()
-        self.gone = deque((one for one in entry.generation.leaving if one == previous), maxlen=MANY)
-        self._untold: list[str] = []
+        had_left = previous is not None and entry.generation.number > 0 and entry.generation.rank_of(previous) is None
+        self.gone = deque([previous] if had_left and previous is not None else [], maxlen=MANY)
+        self._has_told = True  # who is gone
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
@@ -144,6 +145,7 @@ class Leader:
         self._gone.discard(member.node)
         if member.node in self.gone:
             self.gone.remove(member.node)
+            self._has_told = False
         self._joins(now)
 
     def beat(self, node: str, *, is_ready: bool, step: int, now: float) -> None:
@@ -180,8 +182,7 @@ class Leader:
             if known.is_leaving:
                 self._gone_with_notice.add(node)
             if self.generation.rank_of(node) is None:
-                self.gone.append(node)
-                self._untold.append(node)
+                self._went(node)
         self._gone.add(node)
 
     def renew(self, number: int, *, now: float) -> None:
@@ -216,7 +217,15 @@ class Leader:
     def committed(self, *, now: float) -> None:
         assert self.pending is not None
         self._write_seconds = min(now - self._pending_since, LONGEST_WRITE)
+        before = self.generation
         self.entry, self.pending = self.pending, None
+        for one in before.members if self.generation is not before else ():  # lost as that was written
+            if (
+                one.node not in self.nodes
+                and self.generation.rank_of(one.node) is None
+                and self.generation.boundary >= 0
+            ):
+                self._went(one.node)
         self._job = self.generation.job if self.generation.members else self._job
         self._resize = self._resize and self._own_size != self.entry.size
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
@@ -248,9 +257,9 @@ class Leader:
         out += [Drop(tuple(self.nodes[name].link for name in late))] if late else []
         for name in late:
             self.lost(name, now=now)
-        if self._untold:
-            out.append(Gone(tuple(self._untold)))
-            self._untold.clear()
+        if not self._has_told:
+            self._has_told = True
+            out.append(Gone(tuple(self.gone)))
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self._joins(now)
@@ -427,6 +436,11 @@ class Leader:
     def _since(self) -> float:
         """The first event that nothing was done about yet."""
         return min(one for one in (self._losses_since, self._joins_since) if one is not None)
+
+    def _went(self, node: str) -> None:
+        if node not in self.gone:
+            self.gone.append(node)
+        self._has_told = False
 
     def _losses(self, now: float) -> None:
         self._is_touched = True

@@ -30,8 +30,6 @@ from elastictrain.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-GONE_FOR = 3600.0  # seconds that it is remembered; no hand-over takes so long
-
 
 class RunNode:
     """One node.
@@ -265,9 +263,7 @@ class RunNode:
             case actions.KeptOut(times, seconds):
                 self._notify(kept_out=(times, time.monotonic() + seconds))
             case actions.Gone(nodes):
-                now = time.monotonic()
-                recent = {name: since for name, since in self.gone.items() if now - since < GONE_FOR}
-                self._notify(gone=dict.fromkeys(nodes, now) | recent)  # a new leader may say it again
+                self._notify(gone={name: self.gone.get(name, time.monotonic()) for name in nodes})
             case actions.Dismissed():
                 self._notify(is_dismissed=True)
             case actions.Left():

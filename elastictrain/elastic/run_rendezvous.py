@@ -49,7 +49,7 @@ LEAVE_SECONDS = 5.0
 WARM_SECONDS = 120.0  # for a new node's workers to import everything, after which it joins as it is
 PATIENCE = 3.0  # seconds before it is said that there is something to wait for
 STORE_TIMEOUT = timedelta(seconds=30)
-GONE_SECONDS = 5.0  # for workers to notice by themselves that a node is gone; one that has left well is gone then, too
+GONE_SECONDS = 60.0  # after one that hands over is gone, perhaps since it was done: for others to be done as well
 
 
 class RunRendezvous(GenerationHandler):
@@ -86,6 +86,7 @@ class RunRendezvous(GenerationHandler):
         self._join_seconds, self._timing = join_seconds, timing
         self.loss_seconds = 2 * timing.ttl + 5.0
         self._agreed: Generation | None = None
+        self._agreed_at = 0.0
         self._reasons: list[str] = []  # of all generations since the current one
         self._told = ""
         self._current = Generation()
@@ -198,12 +199,21 @@ class RunRendezvous(GenerationHandler):
         newest, agreed = self._node.generation, self.agreed
         if agreed is None:
             return newest.number > self._current.number
-        gone = [self._node.gone.get(one.node) for one in self._current.members]
-        if any(since is not None and time.monotonic() - since > GONE_SECONDS for since in gone):
-            return True  # it was to hand over at the agreed step, and its connections may say nothing of its end
+        if self._is_left_waiting(agreed):
+            return True
         # One that leaves is superseded like those that stay: without them its workers would wait until they are killed.
         stay = {one.node for one in self._current.members} & {one.node for one in agreed.members}
         return newest.number > agreed.number and not stay <= {one.node for one in newest.members}
+
+    def _is_left_waiting(self, agreed: Generation) -> bool:
+        """One that was to hand over at the agreed step is gone, and its connections may say nothing of its end.
+
+        A node that leaves, or stops with all others, has its own time for that.
+        """
+        if not agreed.members or self._node.me.node in agreed.leaving:
+            return False
+        gone = [self._node.gone.get(one.node, math.inf) for one in self._current.members]
+        return any(self._agreed_at <= since < time.monotonic() - GONE_SECONDS for since in gone)
 
     @property
     def has_news(self) -> bool:
@@ -254,7 +264,7 @@ class RunRendezvous(GenerationHandler):
         self._reasons.append(generation.reason)
         self._looks_whether_it_stands_by(generation)
         if self._has_steps and generation.boundary >= 0 and generation.number == self._current.number + 1:
-            self._agreed = generation
+            self._agreed, self._agreed_at = generation, time.monotonic()
             if self.is_in(generation) and not generation.is_paused:  # so that nobody waits for it while nobody trains
                 self._meeting = Meeting(generation, lambda: self._ask_first(generation, math.inf))
 

@@ -90,22 +90,25 @@ class SeverableGroup(dist.ProcessGroup):
         return _All([self.all_gather_single(*pair) for pair in zip(output_lists, input_list, strict=True)])
 
     def scatter_one(self, output: Any, input: Any, opts: Any = None) -> Work:
-        return self._scattered(output, input.clone(), opts)
+        return self._scattered(output, input.detach().clone(memory_format=torch.contiguous_format), opts)
 
     def scatter_lists(self, outputs: list[Any], inputs: list[list[Any]], opts: Any = None) -> Work:
         return _All(
-            [self._scattered(one, torch.stack(parts), opts) for one, parts in zip(outputs, inputs, strict=True)]
+            [
+                self._scattered(one, torch.stack(parts).detach(), opts)
+                for one, parts in zip(outputs, inputs, strict=True)
+            ]
         )
 
     def _scattered(self, output: Any, whole: Any, opts: Any) -> Work:
         """``whole`` is summed in place, and this rank's part of it copied."""
-        part = whole.chunk(self.size())[self.rank()]
-        if whole.numel() != self.size() * output.numel() or part.numel() != output.numel():
+        if whole.numel() != self.size() * output.numel():
             raise ValueError(f"{self.size()} ranks cannot share {tuple(whole.shape)} as {tuple(output.shape)} each")
         reduce = dist.AllreduceOptions()
         if opts is not None:
             reduce.reduceOp = opts.reduceOp
-        return _Scattered(self.collective(self.gloo.allreduce([whole], reduce)), output, part.view_as(output))
+        part = whole.view(self.size(), -1)[self.rank()].view(output.shape)
+        return _Scattered(self.collective(self.gloo.allreduce([whole], reduce)), output, part)
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Any], inputTensors: list[Any], opts: Any = None
@@ -193,7 +196,8 @@ class _Scattered(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self._is_over:
             self._work.wait(timeout)
-            self._output.copy_(self._part)
+            with torch.no_grad():
+                self._output.copy_(self._part)
             self._is_over, self._output, self._part = True, None, None
         return True
 

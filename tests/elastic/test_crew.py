@@ -69,8 +69,8 @@ TOLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 def test_a_survivor_whose_next_generation_is_over_before_it_begins_lives_on(tmp_path: Path) -> None:
     tended = Crew([sys.executable, "-c", LIVES_ON], environment=lambda: os.environ, num_spares=0, say=print)
 
-    def begin(generation: int) -> Cells:
-        path, cells = str(tmp_path / f"{generation}.json"), str(tmp_path / f"cells-{generation}")
+    def begin(generation: int, run: str = "") -> Cells:
+        path, cells = str(tmp_path / f"{run}{generation}.json"), str(tmp_path / f"{run}cells-{generation}")
         made = Cells.create(cells, 1)
         Assignment(agent_pid=os.getpid(), generation=generation, cells=cells, reports="").write(path)
         tended.begin([(0, Place(generation, path, TOLD))])
@@ -93,10 +93,14 @@ def test_a_survivor_whose_next_generation_is_over_before_it_begins_lives_on(tmp_
         assert cells.views[0][LIVES] == Can.UNKNOWN
         assert tended.end(1, cells, seconds=0.0, keeps=True) == (1, None)
         assert cells.views[0][PHASE] == Phase.CLOSED, "it has let go of that one, too"
-        wait(begin(2))
+        wait(cells := begin(2))
         assert tended.workers == [worker]
+        assert tended.end(2, cells, seconds=0.0, keeps=True) == (1, None)
+        tended.dismiss()
+        assert worker.poll() is not None, "its generations are not those of another run"
+        wait(cells := begin(0, "another"))
         cells.views[0][LIVES] = Can.NO
-        assert tended.end(2, cells, seconds=0.0, keeps=True)[0] == 0, "this one had better not"
+        assert tended.end(0, cells, seconds=0.0, keeps=True)[0] == 0, "this one had better not"
     finally:
         tended.stop(seconds=0.0)
 

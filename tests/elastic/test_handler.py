@@ -212,6 +212,9 @@ def test_a_node_that_is_gone_before_it_has_handed_over_is_not_waited_for(
         assert not stays.is_superseded, "its workers may just be done, and so may these in a moment"
         monkeypatch.setattr(rendezvous_module, "GONE_SECONDS", -1.0)
         assert stays.is_superseded and not stays.is_out
+        agreed_at, stays._agreed_at = stays._agreed_at, time.monotonic()
+        assert not stays.is_superseded, "what was before they agreed says nothing of this change"
+        stays._agreed_at = agreed_at
         assert stays.next_rendezvous().world_size == 1
         assert not stays.is_superseded
     finally:

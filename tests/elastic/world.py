@@ -313,7 +313,7 @@ class World:
             case KeptOut(times, seconds):
                 node.kept_out.append((times, seconds))
             case Gone(names):
-                node.gone.update(names)
+                node.gone = set(names)
             case Dismissed():
                 node.is_leaving = True
             case Left():
