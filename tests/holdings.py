@@ -98,9 +98,11 @@ class Holding:
             OSError: it has ended.
         """
         status = Path(f"/proc/{pid}/status").read_text()
-        heap = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:"))
+        heaps = [int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:")]
+        if not heaps:
+            raise ProcessLookupError(f"process {pid} is a zombie")
         descriptors, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
-        return cls(descriptors, threads, memory_of(pid), heap)
+        return cls(descriptors, threads, memory_of(pid), heaps[0])
 
 
 class Watch:
