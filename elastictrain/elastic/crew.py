@@ -155,13 +155,13 @@ class Crew:
         """Those that have let go of their generation; the others are killed."""
         deadline = time.monotonic() + LET_GO_SECONDS
         waiting = set(living)
-        while waiting:
+        while True:
             is_late = time.monotonic() > deadline  # a process that was stopped for long looks once more
             waiting -= {i for i in waiting if self.workers[i].poll() is not None}
             waiting -= {i for i in waiting if cells.views[i][PHASE] == Phase.CLOSED}
-            if is_late:
+            if is_late or not waiting:
                 break
-            time.sleep(TICK if waiting else 0.0)
+            time.sleep(TICK)
         late = [self.workers[i] for i in sorted(waiting)]
         if late:
             ranks = ", ".join(f"rank {worker.rank} (pid {worker.pid})" for worker in late)

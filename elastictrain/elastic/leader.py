@@ -71,8 +71,9 @@ class Leader:
         self.preparing: int | None = None
         self._gone: set[str] = set() if previous is None else {previous}
         self._gone_with_notice: set[str] = set()
-        had_left = previous is not None and entry.generation.number > 0 and entry.generation.rank_of(previous) is None
-        self.gone = deque([previous] if had_left and previous is not None else [], maxlen=MANY)
+        self.gone: deque[str] = deque(maxlen=MANY)
+        if previous is not None and entry.generation.number > 0 and entry.generation.rank_of(previous) is None:
+            self.gone.append(previous)
         self._has_told = True  # who is gone
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
@@ -217,15 +218,11 @@ class Leader:
     def committed(self, *, now: float) -> None:
         assert self.pending is not None
         self._write_seconds = min(now - self._pending_since, LONGEST_WRITE)
-        before = self.generation
+        before = {one.node for one in self.generation.members}
         self.entry, self.pending = self.pending, None
-        for one in before.members if self.generation is not before else ():  # lost as that was written
-            if (
-                one.node not in self.nodes
-                and self.generation.rank_of(one.node) is None
-                and self.generation.boundary >= 0
-            ):
-                self._went(one.node)
+        if self.generation.boundary >= 0:
+            for node in sorted(before - {one.node for one in self.generation.members} - self.nodes.keys()):
+                self._went(node)  # lost as that was written
         self._job = self.generation.job if self.generation.members else self._job
         self._resize = self._resize and self._own_size != self.entry.size
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
