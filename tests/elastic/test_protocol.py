@@ -12,7 +12,7 @@ import pytest
 from elastictrain.elastic import decisions as deciding
 from elastictrain.elastic.actions import Close, Create, Send
 from elastictrain.elastic.chain import Entry, Generation, Member
-from elastictrain.elastic.decisions import Decision, Prepare
+from elastictrain.elastic.decisions import Commit, Decision, Gone, Prepare
 from elastictrain.elastic.election import Election
 from elastictrain.elastic.fit import Fit
 from elastictrain.elastic.leader import Leader
@@ -335,6 +335,24 @@ def test_a_boundary_is_as_many_steps_ahead_as_fit_into_its_time(pace: float, fir
     leader.leave("b", now=2.0)
     asked = [one for one in leader.tick(2.0) if isinstance(one, Prepare)]
     assert [first <= one.boundary - int(2 * pace) <= last for one in asked] == [True], asked
+
+
+def test_of_one_that_is_lost_as_the_change_without_it_is_written_all_are_told() -> None:
+    timing = Timing(gather=0.0)
+    leader = Leader(Entry(1, 1, Member("a")), timing, size=timing.size, now=0.0, previous=None)
+    members = [Member("a"), Member("b"), Member("c")]
+    leader.entry = replace(leader.entry, generation=Generation(1, 1, tuple(members), size=timing.size))
+    for link, one in enumerate(members):
+        leader.hello(one, link=link, is_ready=True, step=0, now=0.0)
+    leader.leave("c", now=1.0)
+    (asked,) = [one for one in leader.tick(1.0) if isinstance(one, Prepare)]
+    for one in members:
+        leader.promise(one.node, boundary=asked.boundary, is_kept=True, step=0, now=1.0)
+    assert [one for one in leader.tick(1.0) if isinstance(one, Commit)]
+    leader.lost("c", now=1.1)
+    assert not [one for one in leader.tick(1.1) if isinstance(one, Gone)], "it is a member still"
+    leader.committed(now=1.2)
+    assert [one.nodes for one in leader.tick(1.2) if isinstance(one, Gone)] == [("c",)]
 
 
 def test_the_pace_of_long_steps_is_not_that_of_the_moment_when_one_ends() -> None:
