@@ -21,9 +21,7 @@ after each event and at :attr:`Leader.deadline`.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import replace
-
+from elastictrain.elastic.absent import Absent
 from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
 from elastictrain.elastic.decisions import (
     Bye,
@@ -37,13 +35,11 @@ from elastictrain.elastic.decisions import (
     Probe,
     Reread,
     in_words,
-    natural,
 )
 from elastictrain.elastic.flapping import Flapping
-from elastictrain.elastic.nodes import LONGEST_WRITE, Node, Silence, boundary_for, neighbours
+from elastictrain.elastic.nodes import LONGEST_WRITE, Node, Silence, boundary_for
 from elastictrain.elastic.timing import Timing
-
-MANY = 100  # nodes that have left, of which it is still of interest that they are lost
+from elastictrain.elastic.wanted import wanted as wanted_of
 
 
 class Leader:
@@ -56,7 +52,7 @@ class Leader:
         job: that this node has seen members of.
 
     Attributes:
-        gone: nodes that are lost, and were members no more: the newest of them.
+        absent: nodes that are gone.
     """
 
     def __init__(
@@ -69,16 +65,12 @@ class Leader:
         self.nodes: dict[str, Node] = {}
         self.pending: Entry | None = None
         self.preparing: int | None = None
-        self._gone: set[str] = set() if previous is None else {previous}
-        self._gone_with_notice: set[str] = set()
-        self.gone: deque[str] = deque(maxlen=MANY)
-        if previous is not None and entry.generation.number > 0 and entry.generation.rank_of(previous) is None:
-            self.gone.append(previous)
-        self._has_told = True  # who is gone
+        self.absent = Absent(previous, entry.generation)
         self._losses_since: float | None = None if not entry.generation.members else now
         self._joins_since: float | None = None
         self._grace_until = now + timing.grace
-        self._leavers_until = now + 4 * timing.look_for(len(entry.generation.members))
+        self._unheard = entry.generation.leaving  # who may hand over still, and look for this leader
+        self._unheard_until = now + 4 * timing.look_for(len(entry.generation.members))
         self._is_due_again: float | None = None
         self._is_touched = True  # something has happened since the last decision; a sign of life is nothing
         self._promised = 0
@@ -143,10 +135,7 @@ class Leader:
         self.nodes[member.node] = Node(member, link, now, is_ready, step, is_leaving, counted=(now, step))
         if before is not None:
             self._promised -= self.preparing is not None and before.promised == self.preparing
-        self._gone.discard(member.node)
-        if member.node in self.gone:
-            self.gone.remove(member.node)
-            self._has_told = False
+        self.absent.came(member.node)
         self._joins(now)
 
     def beat(self, node: str, *, is_ready: bool, step: int, now: float) -> None:
@@ -180,11 +169,9 @@ class Leader:
         known = self.nodes.pop(node, None)
         if known is not None:
             self._losses(now)
-            if known.is_leaving:
-                self._gone_with_notice.add(node)
             if self.generation.rank_of(node) is None:
-                self._went(node)
-        self._gone.add(node)
+                self.absent.let_down(node)
+        self.absent.went(node, with_notice=known is not None and known.is_leaving)
 
     def renew(self, number: int, *, now: float) -> None:
         """The workers of that generation have failed somewhere: all start again, with whoever is there."""
@@ -222,7 +209,7 @@ class Leader:
         self.entry, self.pending = self.pending, None
         if self.generation.boundary >= 0:
             for node in sorted(before - {one.node for one in self.generation.members} - self.nodes.keys()):
-                self._went(node)  # lost as that was written
+                self.absent.let_down(node)  # lost as that was written
         self._job = self.generation.job if self.generation.members else self._job
         self._resize = self._resize and self._own_size != self.entry.size
         self.flapping.committed(self.entry.losses, self.generation.members, now=now)
@@ -242,6 +229,8 @@ class Leader:
             times.append(self._is_due_again)
         if self._again_at is not None:
             times.append(self._again_at)
+        if self._unheard:
+            times.append(self._unheard_until)
         return min(times)
 
     def tick(self, now: float) -> list[Decision]:
@@ -254,9 +243,10 @@ class Leader:
         out += [Drop(tuple(self.nodes[name].link for name in late))] if late else []
         for name in late:
             self.lost(name, now=now)
-        if not self._has_told:
-            self._has_told = True
-            out.append(Gone(tuple(self.gone)))
+        if self._unheard and now >= self._unheard_until:
+            self._miss(self._unheard, now)
+        told = self.absent.untold()
+        out += [] if told is None else [Gone(told)]
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self._joins(now)
@@ -270,46 +260,29 @@ class Leader:
     def _wanted(
         self, losses: tuple[Loss, ...], now: float, out: list[Decision], *, is_forced: bool
     ) -> tuple[Member, ...]:
-        """Who should be in the next generation: survivors in their order, then newcomers; the surplus stands by.
-
-        Where they are not enough, all that are there.
-
-        Args:
-            is_forced: members that train are lost, or their workers: what survivors hold in memory is needed.
-        """
-        old = [one.node for one in self.generation.members]
-        stay = [node for node in old if node in self.nodes and not self.nodes[node].is_leaving]
-        known, hosts = set(old), {self.nodes[name].member.host for name in old if name in self.nodes}
-        new = [name for name, node in self.nodes.items() if node.is_ready and not node.is_leaving and name not in known]
-        waits: dict[str, tuple[int, float]] = {}
-        for name in new if losses else ():
-            host = self.nodes[name].member.host
-            times, seconds = self.flapping.wait(host, losses, now=now)
-            if seconds > 0 and host not in hosts:
-                waits[name] = times, seconds
-        may = [name for name in new if name not in waits]
-        missing, soonest = self.size.min_nodes - len(stay) - len(may), sorted(waits, key=lambda name: waits[name][1])
-        if 0 < missing <= len(waits):  # nobody would train without them
-            may += soonest[:missing]
-        self._keep_out({name: waits[name] for name in soonest if name not in may}, now, out)
-        there = [self.nodes[name].member for name in stay + sorted(may, key=natural)]
-        if not is_forced:
-            return self.timing.choose(there, self.size)
-        most = replace(self.size, max_nodes=max(self.size.max_nodes, len(stay)))
-        return self.timing.choose(there, most, rather=neighbours(old, gone=set(old) - set(self.nodes)))
-
-    def _keep_out(self, waits: dict[str, tuple[int, float]], now: float, out: list[Decision]) -> None:
-        self._again_at = min((now + seconds for _, seconds in waits.values()), default=None)
-        for name, (times, seconds) in waits.items():
+        """Who should be in the next generation; those that may not come in yet are told."""
+        found = wanted_of(
+            self.generation,
+            self.nodes,
+            self.size,
+            timing=self.timing,
+            flapping=self.flapping,
+            losses=losses,
+            now=now,
+            is_forced=is_forced,
+        )
+        self._again_at = min((now + seconds for _, seconds in found.kept_out.values()), default=None)
+        for name, (times, seconds) in found.kept_out.items():
             if not self.nodes[name].waits:
                 self.nodes[name].waits = True
                 out.append(KeepOut(self.nodes[name].link, times, seconds))
+        return found.members
 
     def _losses_of(self, here: list[str], now: float) -> tuple[Loss, ...]:
         """What the log is to say of hosts, with those members that are lost now."""
         hosts = {self.nodes[name].member.host for name in here}
         gone = [one for one in self.generation.members if one.node not in self.nodes]
-        fallen = {one.host for one in gone if one.node not in self._gone_with_notice} - hosts
+        fallen = {one.host for one in gone if not self.absent.gave_notice(one.node)} - hosts
         return self.flapping.after(fallen, now=now)
 
     def _decide(self, now: float, out: list[Decision]) -> None:
@@ -326,7 +299,7 @@ class Leader:
             self._is_due_again = None
             return
         here = [one.node for one in members if one.node in self.nodes]
-        absent = [one.node for one in members if one.node not in self.nodes and one.node not in self._gone]
+        absent = [one.node for one in members if one.node not in self.nodes and one.node not in self.absent]
         if absent and now < self._grace_until:
             self._is_due_again = self._grace_until
             return
@@ -369,14 +342,20 @@ class Leader:
         elif self._promised == len(here):
             self._form(wanted, self.preparing, losses, self._why(here, wanted), out)
 
+    def _miss(self, leavers: tuple[str, ...], now: float) -> None:
+        """Those that have not come by now were lost with the leader before, or have ended."""
+        self._unheard = ()
+        for name in leavers:
+            if name not in self.nodes and name not in self.absent:
+                self.absent.went(name, with_notice=True)
+                self.absent.let_down(name)
+                self._joins(now)
+
     def _may_not_begin(self, here: list[str], now: float) -> bool:
         """Is the state that those nodes would begin with still in the hands of some that leave?"""
         if not here:  # they have been let go, and stay connected until their workers have ended
-            unheard = set(self.generation.leaving) - self._gone - set(self.nodes) if self._was_left else set()
-            if unheard and now < self._leavers_until:
-                self._again_at = min(self._leavers_until, self._again_at or self._leavers_until)
-                return True
-            return any(node.is_leaving for node in self.nodes.values())
+            is_awaited = any(name not in self.nodes and name not in self.absent for name in self._unheard)
+            return (self._was_left and is_awaited) or any(node.is_leaving for node in self.nodes.values())
         is_sudden = len(here) < len(self.generation.members) or self._renew
         return not is_sudden and all(self.nodes[name].is_leaving for name in here)
 
@@ -433,11 +412,6 @@ class Leader:
     def _since(self) -> float:
         """The first event that nothing was done about yet."""
         return min(one for one in (self._losses_since, self._joins_since) if one is not None)
-
-    def _went(self, node: str) -> None:
-        if node not in self.gone:
-            self.gone.append(node)
-        self._has_told = False
 
     def _losses(self, now: float) -> None:
         self._is_touched = True

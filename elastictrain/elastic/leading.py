@@ -114,8 +114,8 @@ class Leading:
             welcome["generation"] = generation.to_json()
         if self.leader.knows_size:
             welcome["size"] = self.leader.size.to_json()
-        if self.leader.gone:
-            welcome["lost"] = list(self.leader.gone)
+        if self.leader.absent.told:
+            welcome["lost"] = list(self.leader.absent.told)
         self._out.append(Send((link,), welcome))
         if self.leader.preparing is not None:
             self._out.append(Send((link,), self._prepare(self.leader.preparing)))

@@ -319,6 +319,20 @@ def test_a_leader_that_is_lost_before_it_has_handed_over_is_told_of_by_the_next_
     world.until(lambda: all(node.gone == {leaving.name} for node in stay), seconds=5.0)
 
 
+def test_a_leader_and_another_that_are_lost_before_they_have_handed_over_are_both_told_of() -> None:
+    world = formed(5)
+    leaving = [world.leader, others(world)[0]]
+    for node in leaving:
+        node.ending = 600.0
+        world.tell(node, node.peer.on_leave)
+    world.until(lambda: all(node.has_left for node in leaving) and world.agree(), seconds=3.0)
+    stay = [world.nodes[name] for name in members(world)]
+    assert len(stay) == 3 and world.log[-1].generation.leaving
+    for node in leaving:
+        world.crash(node)
+    world.until(lambda: all(node.gone == {one.name for one in leaving} for node in stay), seconds=8.0)
+
+
 @pytest.mark.parametrize(("pace", "first", "last"), [(100.0, 30, 31), (1.0, 2, 2), (0.0, 2, 2)])
 def test_a_boundary_is_as_many_steps_ahead_as_fit_into_its_time(pace: float, first: int, last: int) -> None:
     """Where steps are fast, nobody waits there for what is still to be written; where they are slow, it is near."""
