@@ -17,6 +17,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """It is there, and SIGSTOP has frozen it."""
+    try:
+        return _fields(pid)[0] == "T"
+    except OSError:
+        return False
+
+
 def parent_of(pid: int) -> int:
     """
     Raises:

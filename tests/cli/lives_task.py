@@ -62,7 +62,7 @@ class Lives(Task):
         deaths: ``RANK:STEP:WHERE``, ``RANK:STEP:WHERE``, …: in the step after so many; WHERE is "forward", "backward",
             "optimizer", "validation", "save", "build" or "restore", the last two of a generation that is not the first.
             With a fourth part it does something else: it is stopped ("stop"), sleeps ("sleep"), loses the others
-            ("lose"), or dies when there is a spare ("spare").
+            ("lose"), dies when there is a spare ("spare"), or dies once its agent is stopped ("frozen").
         early: the weights are made in ``__init__``.
     """
 
@@ -160,6 +160,8 @@ class Lives(Task):
             time.sleep(0.05)
         if how == "sleep":
             time.sleep(1000.0)
+        if how == "frozen":
+            os.kill(os.getppid(), signal.SIGSTOP)
         if how == "lose":
             sever()
         else:

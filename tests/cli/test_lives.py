@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastictrain import lives
 from elastictrain.elastic import crew
-from tests.cli.lives_task import NUM_SAMPLES
+from tests import forked
+from tests.checkpoint.nodes import wait_until
+from tests.cli.lives_task import NUM_SAMPLES, workers_of
 from tests.cli.test_run import ROOT, Command, logged
 from tests.helpers import apart
+from tests.processes import is_running, is_stopped
 
 TASK = str(Path(__file__).with_name("lives_task.py"))
 STEPS = 18
 
 
 def command(
-    folder: Path, *more: str, deaths: str = "", early: bool = False, workers: int = 2, mesh: str = "auto"
+    folder: Path,
+    *more: str,
+    deaths: str = "",
+    early: bool = False,
+    workers: int = 2,
+    mesh: str = "auto",
+    before: Callable[[], None] = lambda: None,
 ) -> Command:
     folder.mkdir(exist_ok=True)
     options = ["--run-dir", str(folder / "run"), "--max-steps", str(STEPS), "--snapshot-every", "1", "--log-every", "1"]
     options += ["--val-every", "6", "--micro-batch-size", "2", "--nproc-per-node", str(workers), "--mesh", mesh]
     settings = [f"folder={folder}", f"early={early}", *([f"deaths={deaths}"] if deaths else [])]
-    return Command(folder, f"{TASK}:Lives", *options, *more, *[part for one in settings for part in ("--set", one)])
+    options += [*more, *[part for one in settings for part in ("--set", one)]]
+    return Command(folder, f"{TASK}:Lives", *options, before=before)
 
 
 def curve(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -166,6 +180,41 @@ def test_other_ways_to_lose_a_worker(
     assert {rank: len(pids) - 1 for rank, pids in notes.pids.items()} == {0: 0, 1: 0} | new, run.text
     if not early:  # weights of __init__ are drawn from another stream
         check_curve(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_worker_waits_for_the_word_of_a_frozen_agent_and_not_for_ever(
+    tmp_path: Path, uninterrupted: dict[int, dict[str, float]]
+) -> None:
+    """It has lost the others, and only its agent could say what comes next."""
+
+    def begin() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            lives.ANSWER_SECONDS = 1.0
+
+    deaths = "1:3:forward:frozen,1:9:forward:frozen"
+    run = command(tmp_path, "--spares", "0", deaths=deaths, before=lambda: forked.install(begin))
+
+    def left() -> int:
+        return sum(map(is_running, workers_of(run.pid)))
+
+    try:
+        wait_until(lambda: (tmp_path / "death-0").exists() and is_stopped(run.pid) and not left())
+        os.kill(run.pid, signal.SIGCONT)
+        wait_until(lambda: (tmp_path / "death-1").exists() and is_stopped(run.pid) and left() == 1)
+        time.sleep(2.0)  # longer than the first one has waited
+        assert left() == 1
+    finally:
+        os.kill(run.pid, signal.SIGCONT)
+    assert run.wait() == 0, run.text
+    assert "restarting all 2 workers" in run.text and "restarting 1 of 2 workers" in run.text, run.text
+    assert "Traceback" not in run.text, run.text
+    check_curve(tmp_path, uninterrupted)
+    notes = Notes(tmp_path)
+    notes.check_samples(dp=2)
+    assert notes.check_states() >= 1
+    assert {rank: len(pids) for rank, pids in notes.pids.items()} == {0: 2, 1: 3}
+    assert sum(one["lost_steps"] for one in recoveries(tmp_path / "run")) == 0
 
 
 def recoveries(run_dir: Path) -> list[dict[str, Any]]:
