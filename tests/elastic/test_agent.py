@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from elastictrain.elastic.agent import Agent
 from elastictrain.elastic.agent_config import AgentConfig
 from elastictrain.elastic.private import PrivateDir
 from elastictrain.elastic.rendezvous import GenerationHandler, LocalRendezvous
+from tests.checkpoint.nodes import wait_until
 from tests.helpers import begin_fork
 from tests.processes import is_running
 
@@ -169,6 +172,30 @@ def test_every_restart_has_its_own_cause(tmp_path: Path) -> None:
     causes = [(tmp_path / f"cause-{generation}").read_text() for generation in range(4)]
     assert causes[0] == "" and "was killed by SIGKILL at step 5" in causes[1]
     assert causes[2:] == ["nodes came or went"] * 2
+
+
+def test_a_stopped_worker_does_not_wake_up_in_another_run(tmp_path: Path) -> None:
+    """Nobody was left of its run but its agent, which has come to the next one: the generations have the same numbers."""
+    stopped = tmp_path / "stopped"
+
+    class Anew(LocalRendezvous):
+        def num_nodes_waiting(self) -> int:
+            return int(not stopped.exists() and read(tmp_path / "steps").count("\n") > 3)
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self.generation == 0:  # its worker has let go, and waits for its place
+                os.kill(pid := int(read(tmp_path / "pid-0-0")), signal.SIGSTOP)
+                stopped.write_text(str(pid))
+                self.job_id, self.generation = "another", -1
+            return super().next_rendezvous()
+
+    run = Run(tmp_path, workers=1, steps=40, pace=0.01, job={"lives": True}, rendezvous=Anew)
+    wait_until(lambda: read(stopped) and read(tmp_path / "pid-0-0") != read(stopped))
+    old = int(read(stopped))
+    assert not is_running(old)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(old, signal.SIGCONT)
+    assert run.wait()["code"] == 0
 
 
 def test_the_budget_refills_with_progress_only(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The job says what happens: {"steps": N, "pace": seconds, "log": folder, "events": {"GENERATION/RANK": [step, what]}}.
 A step writes "generation rank step" to the log; training starts from the log's newest "checkpoint" (every 10 steps).
-With {"ending": {"RANK": seconds}} a rank takes so long where all stop.
+With {"ending": {"RANK": seconds}} a rank takes so long where all stop. With {"lives": true} a process goes on in the next
+generation, as a trainer's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from elastictrain.elastic.membership import AgentMembership, current
 from elastictrain.elastic.report import guarded
-from elastictrain.errors import NothingKept, UsageError
+from elastictrain.errors import GenerationOver, NothingKept, UsageError
 
 
 class Ring:
@@ -125,11 +126,22 @@ def train(mine: AgentMembership) -> None:
     mine.close()
 
 
+def live(mine: AgentMembership) -> None:
+    """In one generation after another."""
+    while True:
+        mine.can_go_on(True)
+        try:
+            return train(mine)
+        except GenerationOver:
+            mine.next_place()
+
+
 def main() -> int:
     mine = current()
     assert isinstance(mine, AgentMembership)
     time.sleep(mine.assignment.job.get("import", 0.0))
-    code = guarded(mine, lambda: train(mine))
+    work = live if mine.assignment.job.get("lives") else train
+    code = guarded(mine, lambda: work(mine))
     mine.leave()
     return code
 
