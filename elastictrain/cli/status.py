@@ -154,6 +154,7 @@ def rows(found: Mapping[str, Any]) -> Iterator[str]:
     for one in found["recoveries"]:
         took = format_seconds(one["seconds"]["total"])
         what = "planned change" if one["planned"] else "recovery"
-        yield f"  {what}: {one['cause']}; {one['lost_steps']} steps done again, {took}"
+        source = f", on from {one['source']}" if one["source"] else ""
+        yield f"  {what}: {one['cause']}; {one['lost_steps']} steps done again, {took}{source}"
     if found["num_damaged"]:
         yield f"  note: {found['num_damaged']} damaged lines were passed over"

@@ -111,6 +111,8 @@ def event_line(event: Mapping[str, Any]) -> str:
         facts.append(f"mesh {event['mesh']}")
     facts.append(f"paused {event['seconds']['total']:.1f} s")
     facts.append(f"{_plural(event['lost_steps'], 'step')} lost")
+    if event.get("source"):
+        facts.append(f"on from {event['source']}")
     return f"{event['cause'] or 'the run was stopped'}: {', '.join(facts)}"
 
 

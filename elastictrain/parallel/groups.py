@@ -6,8 +6,12 @@ Nobody who waits for them is told, and waits for the group's timeout, half an ho
 that is so. Here the wait itself looks, every :data:`TICK`, whether the groups have been severed. The one wait of gloo's that
 heeds no limit is that of ``reduce_scatter``, which torch makes of an allreduce; so it is made of one here.
 
+While a group is made, of two ranks one connects, and the other waits for it, for as long, without a connection that could be
+cut. So gloo's group is made in a thread, and the wait for that looks as well.
+
 On failure: ``RuntimeError`` that names gloo, as its own do. A group in which such an operation is left is never destroyed,
-since that waits for it: a few threads stay until this process ends, and its tensors until the group's timeout.
+since that waits for it: a few threads stay until this process ends, and its tensors until the group's timeout. So long
+stays the thread that makes a group, if one of its ranks is gone.
 """
 
 from __future__ import annotations
@@ -44,9 +48,9 @@ class SeverableGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._make: Callable[[], Any] = lambda: dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout)
-        # A mesh has a group for each axis, and hardly anybody asks one of a single rank for anything.
-        self._gloo: Any = self._make() if world_size > 1 else None
         self.is_severed = is_severed
+        # A mesh has a group for each axis, and hardly anybody asks one of a single rank for anything.
+        self._gloo: Any = self._meet() if world_size > 1 else None
         self.open: set[Work] = set()  # collectives that nobody has waited for to the end
         self._messages: _Messages | None = None
         self._group_name = self._description = ""
@@ -56,6 +60,27 @@ class SeverableGroup(dist.ProcessGroup):
         if self._gloo is None:
             self._gloo = self._make()
         return self._gloo
+
+    def _meet(self) -> Any:
+        """Gloo's group, once its ranks are connected."""
+        answer: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def make() -> None:
+            try:
+                answer.put((self._make(), None))
+            except Exception as error:
+                answer.put((None, error))
+
+        threading.Thread(target=make, name="gloo begin", daemon=True).start()
+        while True:
+            try:
+                made, error = answer.get(timeout=TICK.total_seconds())
+            except queue.Empty:
+                _check(self)
+                continue
+            if error is not None:
+                raise error
+            return made
 
     def close(self) -> None:
         """Nobody uses it any more."""
@@ -272,7 +297,7 @@ class _All(Work):
         return all(work.is_completed() for work in self._works)
 
 
-def _check(group: SeverableGroup, timeout: timedelta, began: float) -> None:
+def _check(group: SeverableGroup, timeout: timedelta = timedelta(0), began: float = 0.0) -> None:
     """
     Raises:
         RuntimeError: there is nothing to wait for any more.

@@ -189,13 +189,17 @@ def _recoveries(report: Report) -> Iterable[str]:
             cause_of(one),
             who(one),
             *(str(one[name]) for name in ("generation", "from_step", "resumed_step", "lost_steps")),
+            one.get("source", ""),
             *(format_seconds(one["seconds"][p]) if p in one["seconds"] else "" for p in _PHASES),
         ]
         for one in found
     ]
-    names = ["after", "cause", "goes on", "generation", "at step", "from step", "lost"]
-    yield from _table([*names, *(name.replace("_", " ") for name in _PHASES)], rows, text=(1, 2))
-    yield '<p class="note">Lost: steps that were done again. Total: from then to the end of the next step.</p>'
+    names = ["after", "cause", "goes on", "generation", "at step", "from step", "lost", "state"]
+    yield from _table([*names, *(name.replace("_", " ") for name in _PHASES)], rows, text=(1, 2, 7))
+    yield (
+        '<p class="note">Lost: steps that were done again. State: what they went on from. Total: from then to the end of'
+        " the next step.</p>"
+    )
     yield "</section>"
 
 

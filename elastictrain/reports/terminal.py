@@ -201,7 +201,7 @@ def _recoveries(report: Report, console: Console) -> None:
     table.add_column("cause", overflow="fold")
     for name in ("g", "at step", "from", "again", "took"):
         table.add_column(name, justify="right")
-    table.add_column("of which", overflow="fold", style="dim")
+    table.add_column("of which; on from", overflow="fold", style="dim")
     for one in found[-_MAX_ROWS:]:
         took = one["seconds"]
         phases = ", ".join(
@@ -214,7 +214,7 @@ def _recoveries(report: Report, console: Console) -> None:
             Text(", ".join(filter(None, (cause_of(one), who(one))))),
             *numbers,
             format_seconds(took["total"]),
-            phases,
+            "; ".join(filter(None, (phases, one.get("source", "")))),
         )
     console.print(table)
     _left_out(len(found), console)

@@ -217,6 +217,7 @@ EVENT = {"cause": "node-3 left with notice", "lost_steps": 0, "seconds": {"total
         ({"nodes": 2, "nodes_before": 1, "ranks": 2}, "1 → 2 nodes, mesh dp_shard=3, paused 0.4 s, 0 steps lost"),
         ({"nodes": 3, "nodes_before": 3, "ranks": 3}, "3 ranks, mesh dp_shard=3, paused 0.4 s, 0 steps lost"),
         ({"nodes_before": None, "lost_steps": 1, "mesh": ""}, "paused 0.4 s, 1 step lost"),
+        ({"mesh": "", "source": "s3://a/b"}, "paused 0.4 s, 0 steps lost, on from s3://a/b"),
     ],
 )
 def test_a_change_of_who_trains_is_one_line(more: dict[str, Any], says: str) -> None:

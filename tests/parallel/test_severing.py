@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from elastictrain.compat import torch as compat_torch
 from elastictrain.config import MeshShape
 from elastictrain.errors import GenerationOver, is_lost_peer
+from elastictrain.parallel.groups import SeverableGroup
 from elastictrain.parallel.mesh import SEVERABLE, abandon, join, make_mesh, making_groups, severance
 from tests.helpers import free_port, run_ranks
 
@@ -193,6 +195,34 @@ def _late(rank: int, world_size: int, port: int, folder: str) -> None:
 
 def test_a_wait_with_a_limit_ends(tmp_path: Any) -> None:
     run_ranks(_late, 2, free_port(), str(tmp_path))
+
+
+def _meet_one_that_is_gone() -> None:
+    """Rank 0 has told where it can be reached, and does nothing more."""
+    theirs, ours, is_over = dist.HashStore(), dist.HashStore(), threading.Event()
+
+    def gone() -> None:
+        with suppress(RuntimeError, dist.DistError):  # it finds nobody
+            dist.ProcessGroupGloo(theirs, 0, 2, timeout=timedelta(seconds=2))
+
+    threading.Thread(target=gone, name="gone", daemon=True).start()
+    while not (keys := theirs.list_keys()):
+        time.sleep(0.01)
+    for key in keys:
+        ours.set(key, theirs.get(key))
+    _soon(is_over.set)
+    SeverableGroup(ours, 1, 2, timedelta(seconds=4), is_severed=is_over.is_set)
+
+
+def test_a_rank_that_is_gone_before_it_has_connected() -> None:
+    """Of two ranks one connects, by their ports, and the other waits for that: no socket is there to cut."""
+    with pytest.raises(RuntimeError, match="were cut") as raised:
+        for _ in range(30):
+            _meet_one_that_is_gone()
+    assert is_lost_peer(raised.value)
+    for thread in threading.enumerate():  # of such a short limit the end could fall into that of the process
+        if thread.name in ("gone", "gloo begin"):
+            thread.join()
 
 
 def test_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
