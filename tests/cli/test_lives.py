@@ -204,8 +204,10 @@ def test_a_worker_waits_for_the_word_of_a_frozen_agent_and_not_for_ever(
         wait_until(lambda: (tmp_path / "death-1").exists() and is_stopped(run.pid) and left() == 1)
         time.sleep(2.0)  # longer than the first one has waited
         assert left() == 1
-    finally:
         os.kill(run.pid, signal.SIGCONT)
+    except BaseException:
+        os.kill(run.pid, signal.SIGKILL)  # what is stopped would be left
+        raise
     assert run.wait() == 0, run.text
     assert "restarting all 2 workers" in run.text and "restarting 1 of 2 workers" in run.text, run.text
     assert "Traceback" not in run.text, run.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import signal
 import time
@@ -22,8 +24,10 @@ from elastictrain.metrics.presence import Presence, node_id, pieces
 from elastictrain.metrics.status import status
 from elastictrain.metrics.timeline import timeline
 from elastictrain.rundir import RunDir
+from tests import forked
 from tests.checkpoint.nodes import wait_until
 from tests.checkpoint.proxy import Proxy
+from tests.cli.test_run import NET, Command
 from tests.metrics.test_goodput import node, nonzero, spent, start
 from tests.processes import began_at
 
@@ -190,6 +194,44 @@ def test_an_object_store_that_refuses_it_is_said_once(
     assert [[cause for cause, _ in line["phases"]] for line in told(s3_url)] == [["startup", "productive"]] * is_back
     found = [one for one in stretches(read_ledger(run_dir)) if one.node == lines[1]["node"]]
     assert [(one.start, one.stop) for one in found] == [(10, 50)]
+
+
+@pytest.mark.slow
+def test_a_run_whose_agent_is_refused_trains_on_and_its_account_is_whole_afterwards(
+    tmp_path: Path, proxy: Proxy, s3_url: str
+) -> None:
+    refused = list[str]()
+
+    def fault(method: str, path: str) -> str | None:
+        if method != "PUT" or "/agents/" not in path:
+            return None
+        refused.append(path)
+        return "403 AccessDenied"
+
+    def before() -> None:
+        logging.getLogger().handlers.clear()  # pytest's
+        forked.install()
+        presence_module.STORE_BEAT, presence_module.RETRY = 0.5, 0.2
+
+    proxy.fault = fault
+    options = ["--run-dir", s3_url, "--max-steps", "30", "--log-every", "1", "--set", "pace=0.05"]
+    run = Command(tmp_path, NET, *options, before=before)
+    began = began_at(run.pid)
+    run.wait_for(r"step \d+/30")
+    wait_until(lambda: len(refused) > 2)
+    assert not told(s3_url)
+    proxy.fault = lambda method, path: None
+    assert run.wait() == 0, run.text
+    ended = time.time()
+    assert run.text.count("cannot be written to") == 1 and "Traceback" not in run.text, run.text
+    assert f"{s3_url} (PermissionError: told to say AccessDenied)" in run.text, run.text
+    (line,) = told(s3_url)
+    assert line["ended"] and line["reached"] == 30
+    found = stretches(read_ledger(RunDir(s3_url)))
+    assert found[0].start == pytest.approx(began, abs=0.1) and 0.0 <= ended - found[-1].stop < 5.0
+    assert all(before.stop == pytest.approx(after.start, abs=1e-3) for before, after in itertools.pairwise(found))
+    assert all(sum(one.seconds.values()) == pytest.approx(one.stop - one.start, abs=1e-3) for one in found)
+    assert sum(one.seconds.get("productive", 0.0) for one in found) > 30 * 0.05
 
 
 # ---- what comes of it ----------------------------------------------------------------------------------------------
