@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.plan import Planner
+from elastictrain.elastic.membership import current
 from tests.cli.lives_task import Lives
 from tests.processes import children_of
 
@@ -45,7 +46,10 @@ class Whole(Lives):
             group.update(lr=self.lr, eps=1e-4)
         return optimizer
 
-    # ---- traps: whoever comes by there first dies, and with it its node, or kills another process, as the trap says ----
+    # ---- traps: whoever comes by there first does what it says ---------------------------------------------------------
+    #
+    # "worker", "node": it dies, alone or with its node; "PID", "PID stopped": it kills or stops that process;
+    # "machine PID": the first one of that agent stops all of its node.
 
     def setup(self, stage: str) -> None:
         self._spring("setup")
@@ -61,25 +65,30 @@ class Whole(Lives):
     def _spring(self, where: str) -> None:
         trap, sprung = self.folder / f"trap-{where}", self.folder / f"sprung-{os.getpid()}"
         try:
-            if (what := trap.read_text()).isdigit():  # another process than this one, before anybody has come by
+            what, *more = trap.read_text().split()
+            if what == "machine" and more != [str(os.getppid())]:
+                return
+            if what.isdigit():  # another process than this one, before anybody has come by
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(what), signal.SIGKILL)
+                    os.kill(int(what), signal.SIGSTOP if more else signal.SIGKILL)
             trap.rename(sprung)
         except FileNotFoundError:
             return
         if what.isdigit():
             return
-        agent = os.getppid()
-        for pid in [*children_of(agent), agent] if sprung.read_text() == "node" else []:
+        agent, number = os.getppid(), signal.SIGSTOP if what == "machine" else signal.SIGKILL
+        for pid in [*children_of(agent), agent] if what in ("node", "machine") else []:
             if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(pid, number)
+        os.kill(os.getpid(), number)
 
     # ---- what is written down ------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: Any) -> None:
         super().on_save_checkpoint(checkpoint)
+        if current().stopped is not None:
+            self._spring("hand-over")
         self._note_state()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 
 from elastictrain import fit
-from elastictrain.elastic import crew
+from elastictrain.checkpoint import copies, memory
+from elastictrain.elastic import crew, run_rendezvous
 from elastictrain.metrics.goodput import USEFUL, stretches
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.rundir import RunDir
 from tests import forked, matrix
-from tests.cluster import Agent
+from tests.cluster import Agent, kill
 from tests.matrix import LET_GO, Calm, Matrix
-from tests.processes import began_at
+from tests.processes import began_at, children_of
+
+GONE = 3.0  # seconds that nodes wait for what a frozen one was to hand over
+PART = 4.0  # seconds that a keeper which is stopped is waited for
 
 
 @dataclass
@@ -49,6 +53,32 @@ class Nodes(Matrix):
         for one in frozen:
             self.without[one.pid] = since, time.time()
             one.send(signal.SIGCONT)
+
+    def machine_frozen_as_it_hands_over(self) -> None:
+        """It leaves, and at the agreed step all of it is stopped: no connection closes, and the others wait for its part."""
+        leaving = self.others[0]
+        machine = [*children_of(leaving.pid), leaving.pid]
+        self._set_a_trap("hand-over", f"machine {leaving.pid}")
+        self.leave(leaving)
+        self._wait_for_the_trap("hand-over")
+        self.settle(len(self.agents) - 1)
+        for pid in machine:
+            kill(pid, signal.SIGCONT)
+        assert leaving.wait() == 75, leaving.text
+        self.agents.remove(leaving)
+        self.join()
+
+    def keeper_stopped_as_others_restore(self) -> None:
+        """It refuses nothing, and answers nothing: after a while what it holds is read from where its copy is."""
+        victim, nodes = self.others[0], self._in_order()
+        other = nodes[(nodes.index(victim) + 2) % len(nodes)]  # the one before alone has the victim's part
+        keeper = self.keeper_of(other)
+        self._set_a_trap("restore", f"{keeper} stopped")
+        self.lose(victim)
+        self._wait_for_the_trap("restore")
+        self.settle()
+        kill(keeper, signal.SIGCONT)
+        self.join()
 
     def larger_nodes_join(self) -> None:
         """Two of two workers each."""
@@ -96,6 +126,9 @@ def test_nodes_come_go_and_die_and_the_losses_stay(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(crew, "LET_GO_SECONDS", LET_GO)
     monkeypatch.setattr(matrix, "CALM", 2)
     monkeypatch.setattr(fit, "HAND_OVER_SECONDS", 1.0)  # else a keeper that is stopped is waited for that long
+    monkeypatch.setattr(run_rendezvous, "GONE_SECONDS", GONE)
+    monkeypatch.setattr(copies, "PART_SECONDS", PART)
+    monkeypatch.setattr(memory, "PART_SECONDS", PART)
     folder = tmp_path / "nodes"
     folder.mkdir()
     run = Nodes.of(folder, "auto", num_nodes=4)
@@ -104,6 +137,8 @@ def test_nodes_come_go_and_die_and_the_losses_stay(tmp_path: Path, monkeypatch: 
     run.before = forked.install
     meshes: dict[Any, str] = {  # that the planner chooses for the nodes which a change leaves
         Nodes.agents_frozen: "pp=2, dp_shard=2",
+        Nodes.machine_frozen_as_it_hands_over: "pp=2, dp_shard=2",
+        Nodes.keeper_stopped_as_others_restore: "pp=2, dp_shard=2",
         Nodes.keeper_killed_as_others_restore: "pp=3",
         Nodes.storage_down_as_node_dies: "pp=2",
         Nodes.larger_nodes_join: "dp_shard=6",
@@ -133,7 +168,10 @@ def test_nodes_come_go_and_die_and_the_losses_stay(tmp_path: Path, monkeypatch: 
 
 def check_sources(changes: list[dict[str, Any]]) -> None:
     """What was read as a keeper went was in another one's memory; what two nodes alone had was on storage."""
-    first = {line["mesh"]: line for line in reversed(changes) if not line["planned"]}
-    keeper_killed, both_lost = first["pp=3"], first["dp_shard=2, tp=2"]
-    assert keeper_killed["source"] == f"the snapshot of step {keeper_killed['resumed_step']} in memory"
+    sudden = [line for line in changes if not line["planned"]]
+    _machine_frozen, keeper_stopped, keeper_killed = [line for line in sudden if line["mesh"] == "pp=3"][:3]
+    for line in (keeper_stopped, keeper_killed):
+        assert line["source"] == f"the snapshot of step {line['resumed_step']} in memory", line
+    assert keeper_stopped["seconds"]["restore"] > PART, "nobody has waited for it"
+    both_lost = next(line for line in sudden if line["mesh"] == "dp_shard=2, tp=2")
     assert f"/checkpoints/step-{both_lost['resumed_step']:08}/" in both_lost["source"]
