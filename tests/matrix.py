@@ -96,7 +96,11 @@ class Matrix(Cluster):
 
     @property
     def num_wanted(self) -> int:
-        sizes = [self.sizes[one.pid] for one in self.agents][: self.most]
+        return self._num_ranks_of(self.agents)
+
+    def _num_ranks_of(self, agents: list[Agent]) -> int:
+        """How many would train, if these were all nodes."""
+        sizes = [self.sizes[one.pid] for one in agents][: self.most]
         places = Fit(*MeshConfig.parse(self.mesh).fit).choose(sizes)
         return sum(sizes[place] for place in places) if len(places) >= self.min_nodes else 0
 
@@ -143,10 +147,13 @@ class Matrix(Cluster):
     def go_on(self, *, after: int | None) -> None:
         """Until all nodes that are there train together, in a generation after that one, or wait as they should.
 
-        Where those who trained are as they were, as a node that stood by has gone, no other generation need come.
+        Where those who trained are as they were, as a node that stood by has gone, no other generation need come. So it
+        is where the others cannot train without an agent that is stopped: its workers go on meanwhile.
         """
         stopped = {pid for _, pid in self.frozen}
-        kept = {pid for one in self.agents if one.pid not in stopped for pid in self.pids.get(one.pid, ())}
+        others = [one for one in self.agents if one.pid not in stopped]
+        here = others if self._num_ranks_of(others) else self.agents
+        kept = {pid for one in here for pid in self.pids.get(one.pid, ())}
         if self.training <= kept and self.num_ranks() == self.num_wanted:
             after = None
         if not self.num_wanted:
