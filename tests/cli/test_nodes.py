@@ -17,9 +17,10 @@ from elastictrain.elastic import crew, run_rendezvous
 from elastictrain.metrics.goodput import USEFUL, stretches
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.rundir import RunDir
-from tests import forked, matrix
+from tests import forked, meshed
 from tests.cluster import Agent, kill
-from tests.matrix import LET_GO, Calm, Matrix
+from tests.matrix import LET_GO, Matrix
+from tests.meshed import Calm
 from tests.processes import began_at, children_of
 
 GONE = 3.0  # seconds that nodes wait for what a frozen one was to hand over
@@ -124,7 +125,7 @@ def test_nodes_come_go_and_die_and_the_losses_stay(tmp_path: Path, monkeypatch: 
     NaN three iterations later. Here each change is one of the mesh, too, and after each the state is compared, bit by bit.
     """
     monkeypatch.setattr(crew, "LET_GO_SECONDS", LET_GO)
-    monkeypatch.setattr(matrix, "CALM", 2)
+    monkeypatch.setattr(meshed, "CALM", 2)
     monkeypatch.setattr(fit, "HAND_OVER_SECONDS", 1.0)  # else a keeper that is stopped is waited for that long
     monkeypatch.setattr(run_rendezvous, "GONE_SECONDS", GONE)
     monkeypatch.setattr(copies, "PART_SECONDS", PART)
