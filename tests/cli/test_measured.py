@@ -150,7 +150,9 @@ def test_one_line_for_a_recovery(ran: Ran) -> None:
     """Among nodes it says no more than that workers have failed: each node tells of its own."""
     (line,) = [line for text in ran.text for line in text.splitlines() if " paused " in line]
     cause = r"worker rank 1 .* was killed by SIGKILL at step 1[567]" if len(ran.began) == 1 else ".*failed.*"
-    cost = r"2 ranks, mesh dp_\w+=2, paused \d+\.\d s, \d+ steps? lost, on from (/.*|the snapshot of step \d+ in memory)"
+    cost = (
+        r"2 ranks, mesh dp_\w+=2, paused \d+\.\d s, \d+ steps? lost, on from (/.*|the snapshot of step \d+ in memory)"
+    )
     assert re.fullmatch(rf"elastictrain: {cause}: {cost}", line), line
 
 
