@@ -21,6 +21,8 @@ after each event and at :attr:`Leader.deadline`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastictrain.elastic.absent import Absent
 from elastictrain.elastic.chain import Entry, Generation, Loss, Member, Size
 from elastictrain.elastic.decisions import (
@@ -39,7 +41,7 @@ from elastictrain.elastic.decisions import (
 from elastictrain.elastic.flapping import Flapping
 from elastictrain.elastic.nodes import LONGEST_WRITE, Node, Silence, boundary_for
 from elastictrain.elastic.timing import Timing
-from elastictrain.elastic.wanted import wanted as wanted_of
+from elastictrain.elastic.wanted import choose_members
 
 
 class Leader:
@@ -244,7 +246,7 @@ class Leader:
         for name in late:
             self.lost(name, now=now)
         if self._unheard and now >= self._unheard_until:
-            self._miss(self._unheard, now)
+            self._miss(now)
         told = self.absent.untold()
         out += [] if told is None else [Gone(told)]
         if self._again_at is not None and now >= self._again_at:
@@ -261,7 +263,7 @@ class Leader:
         self, losses: tuple[Loss, ...], now: float, out: list[Decision], *, is_forced: bool
     ) -> tuple[Member, ...]:
         """Who should be in the next generation; those that may not come in yet are told."""
-        found = wanted_of(
+        found = choose_members(
             self.generation,
             self.nodes,
             self.size,
@@ -299,8 +301,7 @@ class Leader:
             self._is_due_again = None
             return
         here = [one.node for one in members if one.node in self.nodes]
-        absent = [one.node for one in members if one.node not in self.nodes and one.node not in self.absent]
-        if absent and now < self._grace_until:
+        if self._unaccounted(one.node for one in members) and now < self._grace_until:
             self._is_due_again = self._grace_until
             return
         losses = self._losses_of(here, now) if here else ()
@@ -342,20 +343,23 @@ class Leader:
         elif self._promised == len(here):
             self._form(wanted, self.preparing, losses, self._why(here, wanted), out)
 
-    def _miss(self, leavers: tuple[str, ...], now: float) -> None:
+    def _unaccounted(self, names: Iterable[str]) -> list[str]:
+        """Those of them that are neither here nor known to be gone."""
+        return [name for name in names if name not in self.nodes and name not in self.absent]
+
+    def _miss(self, now: float) -> None:
         """Those that have not come by now were lost with the leader before, or have ended."""
+        for name in self._unaccounted(self._unheard):
+            self.absent.went(name, with_notice=True)
+            self.absent.let_down(name)
+            self._joins(now)
         self._unheard = ()
-        for name in leavers:
-            if name not in self.nodes and name not in self.absent:
-                self.absent.went(name, with_notice=True)
-                self.absent.let_down(name)
-                self._joins(now)
 
     def _may_not_begin(self, here: list[str], now: float) -> bool:
         """Is the state that those nodes would begin with still in the hands of some that leave?"""
         if not here:  # they have been let go, and stay connected until their workers have ended
-            is_awaited = any(name not in self.nodes and name not in self.absent for name in self._unheard)
-            return (self._was_left and is_awaited) or any(node.is_leaving for node in self.nodes.values())
+            is_awaited = self._was_left and bool(self._unaccounted(self._unheard))
+            return is_awaited or any(node.is_leaving for node in self.nodes.values())
         is_sudden = len(here) < len(self.generation.members) or self._renew
         return not is_sudden and all(self.nodes[name].is_leaving for name in here)
 

@@ -7,7 +7,7 @@ kept out for a while (see :mod:`elastictrain.elastic.flapping`), unless nobody w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastictrain.elastic.chain import Generation, Loss, Member, Size
 from elastictrain.elastic.decisions import natural
@@ -25,10 +25,10 @@ class Wanted:
     """
 
     members: tuple[Member, ...]
-    kept_out: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    kept_out: Mapping[str, tuple[int, float]]
 
 
-def wanted(
+def choose_members(
     old: Generation,
     nodes: Mapping[str, Node],
     size: Size,

@@ -72,15 +72,10 @@ class SeverableGroup(dist.ProcessGroup):
                 answer.put((None, error))
 
         threading.Thread(target=make, name="gloo begin", daemon=True).start()
-        while True:
-            try:
-                made, error = answer.get(timeout=TICK.total_seconds())
-            except queue.Empty:
-                _check(self)
-                continue
-            if error is not None:
-                raise error
-            return made
+        made, error = _answered(answer, self)
+        if error is not None:
+            raise error
+        return made
 
     def close(self) -> None:
         """Nobody uses it any more."""
@@ -267,17 +262,11 @@ class _Message(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self._is_over:
             return True
-        began, answer = time.monotonic(), self._messages.ask(self._work)
-        while True:
-            try:
-                error = answer.get(timeout=TICK.total_seconds())
-            except queue.Empty:
-                _check(self._group, timeout, began)
-                continue
-            if error is not None:
-                raise error
-            self._is_over = True
-            return True
+        error = _answered(self._messages.ask(self._work), self._group, timeout)
+        if error is not None:
+            raise error
+        self._is_over = True
+        return True
 
     def is_completed(self) -> bool:
         return self._is_over or self._work.is_completed()
@@ -297,7 +286,21 @@ class _All(Work):
         return all(work.is_completed() for work in self._works)
 
 
-def _check(group: SeverableGroup, timeout: timedelta = timedelta(0), began: float = 0.0) -> None:
+def _answered(answer: queue.SimpleQueue[Any], group: SeverableGroup, timeout: timedelta = timedelta(0)) -> Any:
+    """What another thread, which gloo may keep waiting for ever, has to say.
+
+    Raises:
+        RuntimeError: there is nothing to wait for any more.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return answer.get(timeout=TICK.total_seconds())
+        except queue.Empty:
+            _check(group, timeout, began)
+
+
+def _check(group: SeverableGroup, timeout: timedelta, began: float) -> None:
     """
     Raises:
         RuntimeError: there is nothing to wait for any more.
