@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from elastictrain.checkpoint.manifest import step_name
 from elastictrain.config import MeshConfig
 from elastictrain.elastic.fit import Fit
 from elastictrain.metrics.ledger import read_ledger
@@ -194,11 +195,17 @@ class Meshed(Cluster):
             compared += len(both)
         self.checked = max(first)
         if self.waited_at is not None:
-            source = f"the snapshot of step {first[self.checked]} in memory"
-            assert any(source in one.text for one in self.agents), f"they did not go on from memory\n{self.said}"
+            self._check_what_was_kept(first[self.checked])
             self.waited_at = None
         states.whole(self.checked, max(step for at, step in states.found if at == self.checked) - 1)
         return compared
+
+    def _check_what_was_kept(self, step: int) -> None:
+        """Those that waited went on from memory; or, as all stop and save when too few would stay, from what was saved."""
+        lines = read_ledger(RunDir(str(self.folder / "run")))
+        newest = [line for line in lines if line["event"] == "recovery"][-1]
+        saved = newest["planned"] and f"/{step_name(step)}/" in newest["source"]
+        assert saved or newest["source"] == f"the snapshot of step {step} in memory", f"{newest}\n{self.said}"
 
     def check_run(self, calm: Calm) -> str:
         losses, lines = self.losses(), read_ledger(RunDir(str(self.folder / "run")))
