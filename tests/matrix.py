@@ -155,6 +155,8 @@ class Matrix(Meshed):
             other = nodes[(nodes.index(victim) + 2) % len(nodes)]
             self._set_a_trap("restore", str(self.keeper_of(other)))
             self.lose(victim)
+            if not self.num_wanted:  # nobody restores before there is another one
+                self.join()
             self._wait_for_the_trap("restore")
         else:
             self.lose(victim)

@@ -39,7 +39,7 @@ from elastictrain.elastic.node import RunNode
 from elastictrain.elastic.rendezvous import GenerationHandler, LeftError, Meeting, free_port
 from elastictrain.elastic.runlog import FixedLog, Log, RunLog, folder_of
 from elastictrain.elastic.timing import Timing
-from elastictrain.elastic.waiting import size_in_words, why_it_stands_by, why_it_waits
+from elastictrain.elastic.waiting import Change, size_in_words, why_it_stands_by, why_it_waits
 from elastictrain.errors import UsageError
 from elastictrain.rundir import RunDir
 
@@ -303,12 +303,10 @@ class RunRendezvous(GenerationHandler):
             generation = self._wait_for_generation(after, deadline)
             info = self._meet(generation, time.monotonic() + self._join_seconds)
             if info is not None:
-                self.is_planned = generation.boundary >= 0 and generation.number == self._current.number + 1
-                before = () if self.is_planned else self._current.members
-                gone = (one for one in before if one not in generation.members and one.node not in generation.leaving)
-                self.lost = tuple(agent_of(one) for one in gone)
-                stay = tuple(one for one in before if one in generation.members)
-                if before and self.stood_by is None and not self._timing.is_enough(stay, generation.size):
+                change = Change.between(self._current, generation, self.agreed)
+                self.is_planned, self.lost = change.is_planned, tuple(map(agent_of, change.lost))
+                is_enough = change.is_planned or self._timing.is_enough(change.stay, generation.size)
+                if self._current.members and self.stood_by is None and not is_enough:
                     self.stood_by = self.began  # those that were left could not have gone on alone
                 self._current, self.job_id, self.members = generation, generation.job, generation.members
                 self.rank = info.rank

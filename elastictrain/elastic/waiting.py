@@ -1,11 +1,42 @@
-"""Why a node waits, in words for the person who looks at its agent. Pure, but for the time of day."""
+"""Why a node waits, in words for the person who looks at its agent, and between which generations.
+
+Pure, but for the time of day.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Self
 
 from elastictrain.elastic.chain import Generation, Member, Size
 from elastictrain.elastic.timing import Timing
+
+
+@dataclass(frozen=True)
+class Change:
+    """What lies between two generations that a node trains in.
+
+    Args:
+        stay: members of both.
+        lost: members of the first one that are not in the second, though nobody had planned that.
+        is_planned: all had agreed on the step at which the first one ended. They may then have waited for more nodes.
+    """
+
+    stay: tuple[Member, ...]
+    lost: tuple[Member, ...]
+    is_planned: bool
+
+    @classmethod
+    def between(cls, last: Generation, new: Generation, agreed: Generation | None) -> Self:
+        """``agreed``: the one that was to follow ``last`` at a step that its members had agreed on, if they had."""
+        has_waited = agreed is not None and agreed.is_paused
+        end = agreed if agreed is not None and has_waited else new
+        stay = tuple(one for one in last.members if one in new.members)
+        away = tuple(one for one in last.members if one not in new.members and one.node not in end.leaving)
+        was_agreed = end.boundary >= 0 and end.number == last.number + 1
+        is_planned = was_agreed and not (has_waited and away)  # one of those that waited was lost
+        return cls(stay, () if is_planned else away, is_planned)
 
 
 def why_it_stands_by(generation: Generation, size: Size, *, me: Member, timing: Timing) -> str:

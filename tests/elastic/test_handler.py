@@ -268,6 +268,39 @@ def test_who_is_lost_is_known_and_whether_the_others_had_to_wait_for_more(least:
             handler._node.stop()
 
 
+@pytest.mark.parametrize("is_one_lost", [False, True])
+def test_those_that_waited_since_one_has_left_take_it_for_no_failure(is_one_lost: bool, tmp_path: Path) -> None:
+    """Of three nodes, all of which are needed, one leaves; in one case another one is lost as they wait."""
+    more = {"num_workers": 1, "has_steps": True}
+
+    def make() -> RunRendezvous:
+        return create(parameters(str(tmp_path), nodes=(3, 3), last_call_timeout=60.0), **more)
+
+    made = [make() for _ in range(3)]
+    try:
+        all_next(made)
+        stays, other, leaves = sorted(made, key=lambda one: one._node._peer.leading is None)
+        leaves.notice()
+        wait_for(lambda: all(one.asked is not None for one in made))
+        for one in made:
+            assert one.asked is not None
+            one.promise(one.asked, is_kept=True, step=0)
+        wait_for(lambda: all(one.agreed is not None and one.agreed.is_paused for one in (stays, other)))
+        leaves._node.stop()
+        if is_one_lost:
+            other._node.stop()
+        waiting = [stays] if is_one_lost else [stays, other]
+        made += [make() for _ in range(3 - len(waiting))]
+        infos = all_next([*waiting, *made[3:]])
+        assert [info.world_size for info in infos] == [3, 3, 3]
+        assert [one.is_planned for one in waiting] == [not is_one_lost] * len(waiting)
+        assert len(stays.lost) == is_one_lost, "the one that has left is not lost"
+        assert stays.stood_by is not None
+    finally:
+        for one in made:
+            one._node.stop()
+
+
 def test_a_newcomer_to_a_paused_run_waits_for_as_long_as_the_others_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
