@@ -130,16 +130,16 @@ class Meshed(Cluster):
         kept = {pid for one in here for pid in self.pids.get(one.pid, ())}
         if self.training <= kept and self.num_ranks() == self.num_wanted:
             after = None
-        if not self.num_wanted:
-            self.wait_as_it_should()
-        else:
-            deadline = time.monotonic() + LIMIT
-            while self.frozen or not self._is_together(after):
-                self.look()
-                assert self.agents and time.monotonic() < deadline, f"they do not find together\n{self.said}"
-                time.sleep(0.05)
+        deadline = time.monotonic() + LIMIT
+        while self.num_wanted and (self.frozen or not self._is_together(after)):
+            self.look()  # a node that something else has killed is seen here: they may be too few then
+            assert self.agents and time.monotonic() < deadline, f"they do not find together\n{self.said}"
+            time.sleep(0.05)
+        if self.num_wanted:
             self.wait_for(self.newest_step() + CALM)
             self.training = {pid for pid, _ in self.newest_states().values()}
+        else:
+            self.wait_as_it_should()
         self.check_processes()
 
     def _is_together(self, after: int | None) -> bool:
