@@ -162,13 +162,15 @@ def show(name: str, ranks: list[dict[str, Any]]) -> None:
     blocks = [[ends[i] - ends[i - 1] for i in range(first + LEFT_OUT, first + BLOCK)] for first in firsts]
     medians = [statistics.median(block) for block in blocks]
     pairs = [(without, with_it) for without, with_it in zip(medians[::2], medians[1::2], strict=False)]
-    ratio = statistics.median(with_it / without for without, with_it in pairs)
+    ratios = [with_it / without for without, with_it in pairs]
+    ratio = statistics.median(ratios)
     without, with_it = (1000 * statistics.median(one[k] for one in pairs) for k in (0, 1))
     stood, copies = ([1000 * statistics.median(one[what]) for one in ranks] for what in ("stood", "copies"))
     sizes = [one["num_bytes"] / 1e6 for one in ranks]
     speeds = [size / copy for size, copy in zip(sizes, copies, strict=True)]
     print(f"\n{name}: {len(pairs)} pairs of blocks of {BLOCK} steps")
     print(f"  a step without snapshots {without:.0f} ms, with one of each {with_it:.0f} ms: {ratio:.3f}×")
+    print(f"  ratios of the pairs: {', '.join(f'{one:.3f}' for one in sorted(ratios))}")
     print(f"  training stands still for {stood[0]:.0f} and {stood[1]:.0f} ms a snapshot (ranks 0 and 1)")
     print(f"  images of {sizes[0]:.0f} and {sizes[1]:.0f} MB; one copy of as much in memory takes", end="")
     print(f" {copies[0]:.0f} and {copies[1]:.0f} ms ({speeds[0]:.1f} and {speeds[1]:.1f} GB/s)")
