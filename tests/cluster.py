@@ -88,10 +88,10 @@ def forked(out: Path, argv: Sequence[str], *, before: Callable[[], None] = lambd
     return Agent(out, pid)
 
 
-def executed(out: Path, argv: Sequence[str], env: Mapping[str, str]) -> Agent:
+def executed(out: Path, argv: Sequence[str], env: Mapping[str, str], *, module: str = "elastictrain") -> Agent:
     """The command in a new program, whose environment others can read in ``/proc``; ``env``: what is added to it."""
     files = [(os.POSIX_SPAWN_OPEN, 1, out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
-    command = [sys.executable, "-m", "elastictrain", *argv]
+    command = [sys.executable, "-m", module, *argv]
     pid = os.posix_spawn(sys.executable, command, {**os.environ, **ENVIRONMENT, **env}, file_actions=files, setsid=True)
     return Agent(out, pid)
 

@@ -1,7 +1,8 @@
 """Workers of a real agent that are forked from it: they have imported everything already, so that a start takes no seconds.
 
-In the agent's process, before its command runs: ``forked.install()``. All but the exec is as ever: a session of their own,
-the environment, the line to the agent, and that the kernel ends them with it.
+In the agent's process, before its command runs: ``forked.install()``; or, where the agent is a program of its own,
+``python -m tests.forked COMMAND`` in place of ``python -m elastictrain COMMAND``. All but the exec is as ever: a session of
+their own, the environment, the line to the agent, and that the kernel ends them with it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Forked:
                 os.environ.update(env)
                 sys.argv = ["worker", *command[3:]]
                 membership._mine, lives._has_trained = None, False  # as in a new process
-                Path("/proc/self/comm").write_text(FORKED)
+                Path("/proc/self/comm").write_text(f"{FORKED}-{env.get('RANK', '')}")
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(TOO_LONG)  # faulthandler's watch would wait here for its thread, which is the agent's
                 before()
@@ -80,3 +81,12 @@ class _Forked:
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+if __name__ == "__main__":
+    import elastictrain.trainer
+    import elastictrain.warmup  # noqa: F401 - all that a worker imports
+    from elastictrain.cli.main import main
+
+    install()
+    main()

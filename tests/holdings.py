@@ -23,6 +23,7 @@ from typing import Any
 from elastictrain import Callback
 from elastictrain.elastic.private import PrivateDir
 from tests.checkpoint.nodes import memory_of
+from tests.processes import FORKED
 
 MARK = "ELASTICTRAIN_TEST_RUN"
 MADE_ONCE = 3  # generations in which a process makes what it makes once: threads, caches, code that is loaded late
@@ -208,10 +209,14 @@ class Watch:
 def _kind(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if Path(f"/proc/{pid}/comm").read_text().startswith(FORKED):
+            return "worker"
     except OSError:
         return "one that has ended"
     module = words[words.index("-m") + 1] if "-m" in words else words[0]
-    return {"elastictrain": "agent"}.get(module, module.rpartition(".")[2].removesuffix("_main"))
+    return {"elastictrain": "agent", "tests.forked": "agent"}.get(
+        module, module.rpartition(".")[2].removesuffix("_main")
+    )
 
 
 def _private_dirs(pid: int) -> set[str]:

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-FORKED = "forked-worker"  # the name of a worker that is forked: its command line is its agent's
+FORKED = "forkedworker"  # how the name of a forked worker begins, with its rank behind: its command line is its agent's
 
 
 def is_running(pid: int) -> bool:

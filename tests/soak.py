@@ -87,8 +87,13 @@ def draw(seed: int, *, num_events: int, num_nodes: int) -> list[Blow]:
 
 @dataclass
 class Soak(Cluster):
-    """One run, and what has happened to it."""
+    """One run, and what has happened to it.
 
+    Args:
+        is_forked: workers are forked from their agents.
+    """
+
+    is_forked: bool = False
     happened: Counter[str] = field(default_factory=Counter)
     trained: dict[int, int] = field(default_factory=dict)  # workers, by their agents, when it was calm last
     hit: set[int] = field(default_factory=set)  # agents whose workers were killed since
@@ -103,7 +108,7 @@ class Soak(Cluster):
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def start(self, out: Path, argv: Sequence[str]) -> Agent:
-        return executed(out, argv, {MARK: self.mark})
+        return executed(out, argv, {MARK: self.mark}, module="tests.forked" if self.is_forked else "elastictrain")
 
     def strike(self, event: Event, away: set[int]) -> None:
         """``away``: agents that something happens to already.
@@ -275,8 +280,10 @@ class Soak(Cluster):
         return self.newest_losses(folder)
 
 
-def soak(folder: Path, *, num_events: int, seed: int, num_nodes: int, minutes: float = math.inf) -> Soak:
-    one = Soak(folder, num_nodes)
+def soak(
+    folder: Path, *, num_events: int, seed: int, num_nodes: int, minutes: float = math.inf, is_forked: bool = False
+) -> Soak:
+    one = Soak(folder, num_nodes, is_forked=is_forked)
     try:
         one.run(draw(seed, num_events=num_events, num_nodes=num_nodes), seconds=60 * minutes)
     finally:

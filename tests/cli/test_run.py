@@ -20,8 +20,9 @@ from elastictrain.cli import main as main_module
 from elastictrain.metrics.goodput import stretches
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.rundir import RunDir
+from tests import forked
 from tests.helpers import begin_fork
-from tests.processes import children_of, is_running
+from tests.processes import FORKED, children_of, is_running
 
 ROOT = Path(__file__).parents[2]
 NET = str(Path(__file__).with_name("net_task.py"))
@@ -86,9 +87,10 @@ def workers_of(agent: int) -> dict[int, int]:
     found = {}
     for pid in children_of(agent):
         try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
             env = dict(item.split("=", 1) for item in Path(f"/proc/{pid}/environ").read_text().split("\0") if item)
-            found[int(env["RANK"])] = pid
-        except (OSError, KeyError):
+            found[int(name.removeprefix(f"{FORKED}-") if name.startswith(FORKED) else env["RANK"])] = pid
+        except (OSError, KeyError, ValueError):
             continue
     return found
 
@@ -103,7 +105,7 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
     """kill -9 of a worker: from the checkpoint; Ctrl-C: everything is saved; the same command on one worker ends it."""
     options = [NET, "--run-dir", "r", "--max-steps", "45", "--checkpoint-every", "5", "--log-every", "1"]
     options += ["--set", "pace=0.05", "--set", "lr=1e-2", "--micro-batch-size", "4"]
-    run = Command(tmp_path, *options, "--nproc-per-node", "2")
+    run = Command(tmp_path, *options, "--nproc-per-node", "2", before=forked.install)
     run.wait_for(r"step 10 +saved")
     before = workers_of(run.pid)
     os.kill(before[1], signal.SIGKILL)
@@ -131,7 +133,7 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
     assert record["target"] == "net_task.py:Net"
     assert record["settings"] == {"pace": 0.05, "lr": 0.01}
 
-    again = Command(tmp_path, *options, "--nproc-per-node", "1")
+    again = Command(tmp_path, *options, "--nproc-per-node", "1", before=forked.install)
     assert again.wait() == 0, again.text
     events = sorted(path.name.removesuffix(".jsonl") for path in (tmp_path / "r" / "events").glob("*-[se]*.jsonl"))
     assert events == ["g000000-start", "g000001-end", "g000001-start", "g000002-end", "g000002-start"]
@@ -149,7 +151,7 @@ def test_killed_interrupted_and_continued(tmp_path: Path) -> None:
 def test_an_agent_that_is_killed_costs_no_more_than_the_steps_since_the_last_save(nth: int, tmp_path: Path) -> None:
     """kill -9 of the agent in the middle of saves: what was committed is good, and the same command goes on at once."""
     options = [NET, "--run-dir", "r", "--max-steps", "60", "--checkpoint-every", "1", "--log-every", "1"]
-    run = Command(tmp_path, *options, "--nproc-per-node", "2")
+    run = Command(tmp_path, *options, "--nproc-per-node", "2", before=forked.install)
     run.wait_for(rf"step {7 * nth} +saved")
     workers, killed = workers_of(run.pid), time.time()
     os.kill(run.pid, signal.SIGKILL)
@@ -160,7 +162,7 @@ def test_an_agent_that_is_killed_costs_no_more_than_the_steps_since_the_last_sav
     while any(Path(f"/proc/{pid}").exists() and is_running(pid) for pid in workers.values()):
         assert time.monotonic() < deadline, "workers outlive their agent"
         time.sleep(0.02)
-    again = Command(tmp_path, *options, "--nproc-per-node", "1")
+    again = Command(tmp_path, *options, "--nproc-per-node", "1", before=forked.install)
     assert again.wait() == 0, again.text
     assert "for a sign of life" not in again.text
     found = re.search(r"resumed: from step (\d+)", again.text)
@@ -174,9 +176,9 @@ def test_a_second_job_in_the_same_run_directory_is_refused(tmp_path: Path) -> No
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     options = [NET, "--run-dir", str(tmp_path / "r"), "--max-steps", "9999", "--set", "pace=0.05", "--log-every", "1"]
-    first = Command(tmp_path / "first", *options)
+    first = Command(tmp_path / "first", *options, before=forked.install)
     first.wait_for(r"step \d+/9999")
-    second = Command(tmp_path / "second", *options)
+    second = Command(tmp_path / "second", *options, before=forked.install)
     assert second.wait() == 2
     pid = workers_of(first.pid)[0]
     line = rf"elastictrain: error: run directory .*/r is in use by process {pid} on .*: stop that job first, or choose .*\n"

@@ -17,6 +17,7 @@ from elastictrain.metrics.ledger import read_ledger
 from elastictrain.reports.facts import facts, read_report
 from elastictrain.reports.page import page
 from elastictrain.rundir import RunDir
+from tests import forked
 from tests.checkpoint.nodes import wait_until
 from tests.cli.net_task import Net
 from tests.cli.test_run import Command, logged
@@ -31,7 +32,7 @@ def command(folder: Path, name: str, how: str, *argv: str) -> Command:
     (folder / name).mkdir()
     settings = ["--set", f"folder={folder}", "--set", f"how={how}", "--set", "pace=0.01"]
     options = ["--run-dir", str(folder / "run"), "--max-steps", str(STEPS), "--snapshot-every", "5", "--log-every", "1"]
-    return Command(folder / name, f"{TASK}:Dying", *options, *settings, *argv)
+    return Command(folder / name, f"{TASK}:Dying", *options, *settings, *argv, before=forked.install)
 
 
 def keeper_of(agent: int) -> int | None:

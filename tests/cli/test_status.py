@@ -14,6 +14,7 @@ from elastictrain.metrics.goodput import goodput, stretches
 from elastictrain.metrics.ledger import read_ledger
 from elastictrain.reports.facts import read_report, waterfall
 from elastictrain.rundir import RunDir
+from tests import forked
 from tests.cli.test_run import NET, Command, logged
 
 
@@ -22,7 +23,7 @@ def test_a_killed_worker_and_what_it_cost(tmp_path: Path, capsys: pytest.Capture
     options = ["--run-dir", "r", "--max-steps", "25", "--checkpoint-every", "10", "--log-every", "1"]
     options += ["--set", "pace=0.1", "--set", "die_at=17", "--nproc-per-node", "2", "--micro-batch-size", "4"]
     before = time.time()
-    run = Command(tmp_path, NET, *options)
+    run = Command(tmp_path, NET, *options, before=forked.install)
     assert run.wait() == 0, run.text
     took = time.time() - before
 

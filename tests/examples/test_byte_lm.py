@@ -14,6 +14,7 @@ import torch
 
 from elastictrain import UsageError
 from examples.byte_lm import ByteLM, Windows, stdlib_text
+from tests import cluster, forked
 from tests.helpers import elastictrain_command, logged
 
 SMALL = {"dim": 32, "num_layers": 1, "num_heads": 2, "seq_len": 64, "val_samples": 32, "warmup_steps": 5}
@@ -132,8 +133,9 @@ def test_a_run_cut_any_way_is_the_same_run(dropout: float, layouts: dict[str, in
             "3",
         )
         command = ("run", "examples/byte_lm.py:ByteLM", *ranks, *settings, *sizes)
-        done = elastictrain_command(*command, timeout=290.0)
-        assert "mesh: " in done.stdout and all(axis in done.stdout for axis in mesh.split(",") if mesh != "auto")
+        run = cluster.forked(tmp_path / f"out-{num_ranks}-{mesh}", command, before=forked.install)
+        assert run.wait() == 0, run.text
+        assert "mesh: " in run.text and all(axis in run.text for axis in mesh.split(",") if mesh != "auto")
     for mesh in layouts:
         for name in ("train/loss", "val/bpb"):
             one, cut = logged(tmp_path / "auto", name), logged(tmp_path / mesh, name)
