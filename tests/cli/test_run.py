@@ -192,7 +192,17 @@ def test_a_second_job_in_the_same_run_directory_is_refused(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_users_error_is_shown_once(tmp_path: Path) -> None:
     run = Command(
-        tmp_path, NET, "--max-steps", "9", "--set", "fail_at=2", "--nproc-per-node", "2", "--max-restarts", "0"
+        tmp_path,
+        NET,
+        "--max-steps",
+        "9",
+        "--set",
+        "fail_at=2",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "0",
+        before=forked.install,
     )
     assert run.wait() == 1
     errors = run.err.read_text()
@@ -215,7 +225,7 @@ def test_a_users_error_is_shown_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_only_the_trainer_can_refuse_is_one_line_too(tmp_path: Path) -> None:
-    run = Command(tmp_path, NET, "--max-steps", "9", "--set", "lr=nan")
+    run = Command(tmp_path, NET, "--max-steps", "9", "--set", "lr=nan", before=forked.install)
     assert run.wait() == 2
     assert re.fullmatch(r"elastictrain: error: .*lr=nan.*\n", run.text), run.text
     assert sorted(file.name for file in tmp_path.iterdir()) == ["err", "out"]
@@ -223,7 +233,7 @@ def test_what_only_the_trainer_can_refuse_is_one_line_too(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_an_error_in_making_the_task_is_not_tried_again(tmp_path: Path) -> None:
-    run = Command(tmp_path, NET, "--max-steps", "9", "--set", "broken=yes", "--full-traceback")
+    run = Command(tmp_path, NET, "--max-steps", "9", "--set", "broken=yes", "--full-traceback", before=forked.install)
     assert run.wait() == 1
     assert run.text.count("KeyError: 'no such column'\n") == 1
     assert "elastictrain/cli/worker.py" in run.text
@@ -260,9 +270,9 @@ def test_a_script_and_its_class_are_one_run(tmp_path: Path) -> None:
         "from elastictrain import Trainer\nfrom net_task import Net\n"
         "Trainer(run_dir='runs/net', max_steps=3).fit(Net())\n"
     )
-    script = Command(tmp_path, "train.py", "--nproc-per-node", "2")
+    script = Command(tmp_path, "train.py", "--nproc-per-node", "2", before=forked.install)
     assert script.wait() == 0, script.text
-    by_class = Command(tmp_path, "net_task.py:Net", "--run-dir", "runs/net", "--max-steps", "6")
+    by_class = Command(tmp_path, "net_task.py:Net", "--run-dir", "runs/net", "--max-steps", "6", before=forked.install)
     assert by_class.wait() == 0, by_class.text
     steps = sorted(path.name for path in (tmp_path / "runs" / "net" / "checkpoints").iterdir())
     assert steps == ["step-00000003", "step-00000006"]
