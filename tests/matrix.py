@@ -7,7 +7,8 @@ For each mesh and number of workers there is one run, which goes through the sce
 lost nodes are replaced. What is checked after each change:
 
 * the processes of workers that were not killed are the same, also of nodes that stood by or waited;
-* the state that a generation begins with is, bit by bit, what the one before had at that step, whatever the two meshes are;
+* the state that a generation begins with is, bit by bit, what the one before had at that step, whatever the two meshes are
+  (or an older one: where a step was done twice, what was saved of it may be of the first time);
 * ranks that hold the same part of a tensor hold the same bits;
 * where no mesh can be formed with the nodes that are there, nobody trains, the nodes say so, and once there are enough they
   go on where they were.
