@@ -198,8 +198,8 @@ class Meshed(Cluster):
                 if not wrong[before]:
                     compared += len(both)
                     break
-            is_right = not wrong or not min(wrong.values(), key=len)
-            assert is_right, f"step {step} began in generation {generation} unlike in those before: {wrong}"
+            else:
+                assert not wrong, f"step {step} began in generation {generation} unlike in those before: {wrong}"
         self.checked = max(first)
         if self.waited_at is not None:
             self._check_what_was_kept(first[self.checked])

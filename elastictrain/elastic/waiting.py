@@ -30,12 +30,12 @@ class Change:
     @classmethod
     def between(cls, last: Generation, new: Generation, agreed: Generation | None) -> Self:
         """``agreed``: the one that was to follow ``last`` at a step that its members had agreed on, if they had."""
-        has_waited = agreed is not None and agreed.is_paused
-        end = agreed if agreed is not None and has_waited else new
+        paused = agreed if agreed is not None and agreed.is_paused else None
+        end = paused or new
         stay = tuple(one for one in last.members if one in new.members)
         away = tuple(one for one in last.members if one not in new.members and one.node not in end.leaving)
         was_agreed = end.boundary >= 0 and end.number == last.number + 1
-        is_planned = was_agreed and not (has_waited and away)  # one of those that waited was lost
+        is_planned = was_agreed and not (paused and away)  # one of those that waited was lost
         return cls(stay, () if is_planned else away, is_planned)
 
 

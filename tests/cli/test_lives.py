@@ -127,9 +127,8 @@ CASES = {
     "dp_replicate=2,dp_shard=2": (4, 4, "3:4:optimizer,0:*:build"),
     "pp=2,tp=2": (4, 1, "2:5:backward"),
 }
-EXECUTED = (
-    "pp=2"  # with workers that are new programs, as a run's are; elsewhere they are forked, to save their imports
-)
+# With workers that are new programs, as a run's are; elsewhere they are forked, to save their imports.
+EXECUTED = "pp=2"
 
 
 @pytest.mark.slow
